@@ -65,7 +65,7 @@ def scripts(draw: st.DrawFn) -> Script:
         copies_late=draw(_mostly(False, True)),
         strategy=draw(st.sampled_from([name for name in STRATEGIES if "excp" not in name])),
         tier=draw(st.sampled_from(("storage", "shared", "storage", "store", "storage", "shared", "store", "cluster"))),
-        codec=draw(_mostly("", "zstd", "xor-zstd", "dedup")),
+        codec=draw(_mostly("", "zstd", "xor-zstd", "xor-zstd", "dedup")),
         keyframe_every=draw(st.sampled_from((3, 1, 2, 20))),
         keep=draw(st.sampled_from(("last=2", "last=1", "all", "last=1,every=2"))),
         every=draw(st.sampled_from((1, 2, 3, 0))),
@@ -85,6 +85,7 @@ def scripts(draw: st.DrawFn) -> Script:
 
 def playable(script: Script, draw: st.DrawFn) -> Script:
     """Returns the script without what plain PyTorch has no meaning for."""
+    script = _together(script, draw)
     if script.touched.startswith("layouts"):  # in the background, and nothing else is changed that would be noticed
         model = draw(st.sampled_from(("conv", "odd")))
         script = replace(script, model=model, copies_late=True, waits="nothing", every=script.every or 1)
@@ -120,6 +121,17 @@ def playable(script: Script, draw: st.DrawFn) -> Script:
     if script.damage:
         script = replace(script, tier="storage", wrong="", restores="latest")
     return replace(script, end_step=min(script.end_step, script.num_steps - 1))
+
+
+def _together(script: Script, draw: st.DrawFn) -> Script:
+    """Returns the script, in half of the cases with what faults need at once that chance seldom draws."""
+    if script.codec == "xor-zstd" and draw(st.booleans()):  # deltas in storage alone, more than are kept
+        keep, keyframe_every = draw(st.sampled_from(("last=1", "last=2"))), draw(st.sampled_from((20, 3)))
+        script = replace(script, tier="storage", keep=keep, keyframe_every=keyframe_every, every=1, loses_machine=True)
+        script = replace(script, num_steps=max(script.num_steps, 6), end_step=max(script.end_step, 5))
+    if "holder" in script.users and script.model not in DEAR and draw(st.booleans()):  # memory by whole pages
+        script = replace(script, model="large")
+    return script
 
 
 def _sharded(script: Script, draw: st.DrawFn) -> Script:

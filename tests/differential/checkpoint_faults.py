@@ -18,7 +18,7 @@ from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._buffer.torn_read import Comparison
 from shade.checkpoint._capture import app_state
 from shade.checkpoint._capture.app_state import AppState, CapturedState
-from shade.checkpoint._capture.flatten import torch_dtype
+from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
 from shade.checkpoint._format import retention
 from shade.checkpoint._restore import reader, restore
 from shade.checkpoint._restore.restore import Arena
@@ -56,6 +56,11 @@ _capture = AppState.capture
 _set_generators = app_state._set_generators
 _attach = AppState.attach
 _load = app_state._load
+
+
+def _of_all_modules(self: AppState, tree: Any) -> set[str]:
+    """What other objects share with a module, and keep, is among it."""
+    return tensors_in(part_of(tree, list(self.modules)))
 
 
 def _put_one_after_the_other(self: AppState, state: Mapping[str, Any], names: Any, *_: Any) -> None:
@@ -152,7 +157,8 @@ FAULTS: Mapping[str, Fault] = {
         patch.object(tensor_copy, "_fingerprint", lambda *_: (0, 0, b"")),
     ),
     "memory that is reused is handed back": _patched(
-        patch.object(AppState, "_separate", lambda self, trees, tensors: dict(tensors))
+        patch.object(AppState, "forgettable", _of_all_modules),
+        patch.object(AppState, "_separate", lambda self, trees, tensors: dict(tensors)),
     ),
     "buffers are not restored": _patched(patch.object(app_state, "_load", _without_buffers)),
     "a scheduler's state is that of the save before": _patched(patch.object(AppState, "attach", _attach_stale)),

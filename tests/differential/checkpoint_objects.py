@@ -118,6 +118,7 @@ def _sharded() -> nn.Module:
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, 2),
     "mlp": lambda: _mlp(nn.ReLU()),
+    "large": lambda: nn.Sequential(nn.Linear(WIDTH, 512), nn.Linear(512, 2)),  # whose first weight has pages of its own
     "dropout": lambda: _mlp(nn.Dropout(0.4)),
     "batchnorm": lambda: _mlp(nn.BatchNorm1d(6), nn.ReLU()),
     "conv": _conv,

@@ -24,6 +24,7 @@ __all__ = [
     "ShadeDataset",
     "ShadeLoader",
     "ShadeSampler",
+    "Shards",
     "SparseAdam",
     "SparseAdamW",
     "SparseSGD",
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
         init_DASH,
         init_dash,
     )
-    from shade.data import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler
+    from shade.data import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler, Shards
     from shade.gradient import DiLoCo, ElasticEngine, GradientEngine, LocalSGD, Membership, SparseState, sparse_hook
     from shade.gradient.optim import LocalAdam, LocalAdamW, SparseAdam, SparseAdamW, SparseSGD
     from shade.policy.simulator import simulate
@@ -78,7 +79,7 @@ else:
                 "init_acute",
                 "init_dash",
             ],
-            "shade.data": ["RemoteImageFolder", "ShadeDataset", "ShadeLoader", "ShadeSampler"],
+            "shade.data": ["RemoteImageFolder", "ShadeDataset", "ShadeLoader", "ShadeSampler", "Shards"],
             "shade.gradient": [
                 "DiLoCo",
                 "ElasticEngine",

@@ -98,6 +98,15 @@ class PreparedSource(SampleSource):
         ...
 
 
+class NearSource(SampleSource):
+    """A source that keeps samples near, such as on this machine's disk, and reads them there first."""
+
+    @abstractmethod
+    def read_near(self, indices: list[int]) -> dict[int, Any]:
+        """Returns the payloads of those samples that are near."""
+        ...
+
+
 class FileSource(SampleSource):
     """Files and targets of an ImageFolder-like data set: (path or URL, target) by sample index.
 
@@ -340,12 +349,16 @@ def source_of(
         skips_missing: Whether a file that is not there is a bad sample, not an error.
 
     Returns:
-        A `FileSource` for ImageFolder-like data sets, local or remote, else an `ItemSource`.
+        What the data set's ``sample_source()`` returns, if it has one; a `FileSource` for ImageFolder-like data sets,
+        local or remote; else an `ItemSource`.
 
     Raises:
         ConfigError: The data set is not map-style.
         DataError: It is empty, or a file cannot be read.
     """
+    if encode is None and decode is None and hasattr(type(dataset), "sample_source"):
+        own: SampleSource = dataset.sample_source()
+        return own
     files = file_source_of(dataset, encode, decode, skips_missing=skips_missing)
     return files or ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode, version)
 

@@ -1,0 +1,624 @@
+"""Shards: a map-style data set over shards, read where they lie.
+
+Nothing is converted, and every sample has an index. So the draw, importance, exact resume and dealing to any number of
+ranks are those of any other data set. That has a price: in a globally random order the samples of a batch lie in as
+many places, so each costs a request. Reading ahead in memory would not help: a request that serves fifty samples has to
+wait for all of them, which are spread over the whole epoch, and that much memory holds most of the data set.
+
+`BlockTier` pays it once: a block of neighbouring pieces is read as a whole when its first sample is wanted, and all of
+its samples are kept on this machine's disk (a `disk` store), for this epoch, the next ones, other processes and later
+jobs. Where the capacity is smaller than the data set, a part of the blocks is kept, always the same, and the samples of
+the others are read one by one, neighbours of one batch together (`coalesced`).
+
+Races: 1. *Two processes want one block.* The one that gets its lock reads it; the other waits, and finds the samples.
+No process waits for a lock while it holds one. 2. *A process dies with a lock.* The system frees it.
+3. *A shard changes while it is read.* Each read is followed by a comparison with the index, and raises.
+
+Invariant: a sample is what its format's own reader makes of it, or there is an error that names the shard.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import glob
+import logging
+import os
+import re
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from shade.cache.entry import FORMAT_ITEM, HEADER_BYTES, seal, unseal
+from shade.data._dataset.origin import ByteRange, FileOrigin, UrlOrigin, is_url, list_files, open_file_system
+from shade.data._dataset.source import CountOrigin, NearSource
+from shade.data._shards import archives, tables
+from shade.data._shards.index import FORMATS, RangeParts, ShardIndex, UnlikeIndexError, describe_shards, pieces_between
+from shade.errors import BadSampleError, ConfigError, CorruptEntryError, DataError, StoreError, shown_place
+from shade.registry import did_you_mean
+from shade.store import StoreURL, open_store
+from shade.store.disk import disk_url
+from shade.store.keys import SampleKeys
+
+logger = logging.getLogger("shade.data")
+
+BLOCK_BYTES: Final = 8 << 20
+"""Pieces that begin in one such part of a shard are read and kept together (decision 0041)."""
+GAP_BYTES: Final = 256 << 10
+"""Ranges that are no further apart are read in one request."""
+_BLOCKS_AT_ONCE: Final = 8
+_RECENT_BYTES: Final = 64 << 20
+"""Rows of pieces that were read as a whole stay in memory up to so many bytes."""
+_REST_SECONDS: Final = 30.0
+"""A disk that failed is left alone for so long."""
+_PROBES: Final = 16
+_PROBED_PIECES: Final = 4
+_ROOM: Final = 0.95
+"""The part of the capacity that is planned with; sizes are estimates."""
+_NUMBERS: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_LOCK_STRIDE: Final = 1 << 24
+Block: TypeAlias = "tuple[int, int]"
+"""A shard, and the number of a part of `BLOCK_BYTES` of it."""
+Piece: TypeAlias = "tuple[int, int]"
+"""A shard, and a piece of it."""
+
+
+class BlockTier:
+    """Samples of whole blocks, kept on this machine's disk.
+
+    Args:
+        url: The folder and its capacity.
+        namespace: Names the samples' content.
+        num_samples: Samples of the data set.
+        payload_bytes: Estimated bytes of a sample.
+    """
+
+    def __init__(self, url: StoreURL, namespace: str, num_samples: int, payload_bytes: float) -> None:
+        self._store, self._keys = open_store(url), SampleKeys(namespace)
+        self._store.ping()
+        entry_bytes = self._store.stored_bytes(self._keys.key_length, int(payload_bytes) + HEADER_BYTES)
+        capacity_bytes, wanted_bytes = url.capacity_bytes or 0, entry_bytes * num_samples
+        self._store.enter(namespace, min(capacity_bytes, wanted_bytes))
+        self._share = int(min(1.0, _ROOM * capacity_bytes / wanted_bytes) * 2**64)
+        self._lock_path = os.path.join(url.path, f"{namespace}.blocks")
+        self._per_process()
+
+    def _per_process(self) -> None:
+        self._pid, self._lock_file = os.getpid(), -1
+        self._taken = set[Block]()
+        self._changing = threading.Lock()
+        self._rests_until = 0.0
+        self._is_full = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("_store", "_keys", "_share", "_lock_path")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._per_process()
+
+    def keeps(self, block: Block) -> bool:
+        """Returns whether a block is one of those that are kept."""
+        if self._pid != os.getpid():
+            self._per_process()
+        is_mine = xxhash.xxh3_64_intdigest(struct.pack("<QQ", *block)) < self._share
+        return is_mine and not self._is_full and time.monotonic() >= self._rests_until
+
+    def look_up(self, indices: Sequence[int]) -> dict[int, Any]:
+        """Returns the payloads of those samples that are here."""
+        if not indices or time.monotonic() < self._rests_until:
+            return {}
+        try:
+            entries = self._store.get_many(self._keys.many(indices))
+        except StoreError as error:
+            self._failed(error)
+            return {}
+        found = {}
+        for index, entry in zip(indices, entries, strict=True):
+            if entry is not None:
+                with contextlib.suppress(CorruptEntryError):
+                    found[index] = unseal(index, entry, FORMAT_ITEM)
+        return found
+
+    def keep(self, payloads: Mapping[int, bytes]) -> None:
+        """Writes samples, as far as there is room."""
+        names = self._keys.many(list(payloads))
+        entries = {name: seal(index, each, FORMAT_ITEM) for name, (index, each) in zip(names, payloads.items(), strict=True)}
+        try:
+            written = self._store.set_many(entries)
+        except StoreError as error:
+            self._failed(error)
+            return
+        if not all(written) and not self._is_full:
+            self._is_full = True
+            logger.warning("%s is full; samples that are not there are read from their shards, one by one", self._store.url)
+
+    def _failed(self, error: StoreError) -> None:
+        self._rests_until = time.monotonic() + _REST_SECONDS
+        logger.warning("%s; samples are read from their shards for %.0f s", error, _REST_SECONDS)
+
+    def take(self, block: Block) -> bool:
+        """Takes a block's lock against all threads and processes; returns False if another has it."""
+        with self._changing:
+            if block in self._taken:
+                return False
+            if self._lock_file < 0:
+                self._lock_file = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, block[0] * _LOCK_STRIDE + block[1])
+            except OSError:
+                return False
+            self._taken.add(block)
+            return True
+
+    def release(self, block: Block) -> None:
+        """Frees a block's lock."""
+        with self._changing:
+            fcntl.lockf(self._lock_file, fcntl.LOCK_UN, 1, block[0] * _LOCK_STRIDE + block[1])
+            self._taken.discard(block)
+
+    def wait(self, block: Block) -> None:
+        """Returns when nothing holds a block's lock."""
+        while not self.take(block):
+            time.sleep(0.005)
+        self.release(block)
+
+    def close(self) -> None:
+        """Closes the store. Safe to call twice."""
+        self._store.close()
+
+
+class Shards(Dataset[Any]):
+    """Samples in shards: WebDataset's tars, zips, Parquet, Arrow files of Hugging Face, MDS; read where they lie.
+
+    A sample is the value of one column, a tuple of several, or a dict of all. A column of an archive is an extension,
+    such as ``jpg``, or ``seg.png``; pictures come as RGB images, ``cls`` as an int, ``json``, ``txt`` and ``npy``
+    decoded, all else as bytes. A column of a table is what ``to_pylist`` of pyarrow returns.
+
+    Args:
+        shards: A path, URL or folder, or several. ``*`` is any text, ``{000..127}`` numbers.
+        columns: A column's name, several, or None for all.
+        decode: By column, what makes the value of the raw one (bytes, of an archive), in place of the default.
+        index: The folder where the place of each sample is kept; ``~/.cache/shade/shards`` if None.
+        disk: A folder of this machine's disk and the bytes that may lie there, such as
+            ``"/nvme/shade?capacity=500GiB"``: blocks of 8 MiB are read as a whole, and their samples kept there.
+        options: For fsspec, such as ``{"anon": True}``.
+
+    Raises:
+        ConfigError: An unknown kind of file, or a library that is not installed.
+        DataError: No shards, a missing column, a shard that is truncated or is not what its index says.
+    """
+
+    def __init__(
+        self,
+        shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        columns: str | Sequence[str] | None = None,
+        *,
+        decode: Mapping[str, Callable[[Any], Any]] | None = None,
+        index: str | os.PathLike[str] | None = None,
+        disk: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        url = None if disk is None else disk_url(disk)
+        urls = _listed(shards, options or {})
+        self._format = FORMATS.get(_suffix_of(urls))()
+        self._format.require()
+        self._single = isinstance(columns, str)
+        self._columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
+        self._decode = dict(decode or {})
+        self._origin: FileOrigin = UrlOrigin(options) if is_url(urls[0]) else FileOrigin()
+        folder = _default_folder() if index is None else os.fspath(index)
+        entries = describe_shards(urls, options or {})
+        self._index = ShardIndex(entries, self._format, folder, self._origin, options)
+        if not len(self._index):
+            raise DataError.of("at least one sample", 0, f"look into {shown_place(urls[0])}")
+        self._check_columns()
+        chosen = None if self._columns is None else sorted(self._columns)
+        # The name by which `shade.data._dataset.content` knows the content, as that of a Hugging Face data set.
+        self._fingerprint = xxhash.xxh3_64_hexdigest(f"{self._index.fingerprint} {chosen}".encode())
+        self._per_process()
+        self._blocks: BlockTier | None = None
+        if url is not None:
+            mean = float(self.probe()[0].mean())
+            self._blocks = BlockTier(url, f"{self._fingerprint}-blocks", len(self), mean)
+
+    def _per_process(self) -> None:
+        self._recent: collections.OrderedDict[Piece, list[bytes]] = collections.OrderedDict()
+        self._recent_bytes, self._keeping = 0, threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_recent", "_keeping")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._per_process()
+
+    def _check_columns(self) -> None:
+        for name in {*(self._columns or ()), *self._decode}:
+            for entry, scan in zip(self._index.entries, self._index.scans, strict=True):
+                if name not in scan.columns and len(scan.start_P):
+                    known = ", ".join(scan.columns)
+                    cure = f"choose among them{did_you_mean(name, scan.columns)}, or leave the shard out"
+                    raise DataError.of(f"a column {name!r} in {shown_place(entry.url)}", known, cure)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Returns the samples of a batch, whose neighbours are read together.
+
+        Args:
+            indices: Sample indices; negative ones count from the end.
+
+        Returns:
+            The samples, in order.
+
+        Raises:
+            IndexError: There is no such sample.
+            DataError: A shard is not what its index says.
+            BadSampleError: A sample cannot be read or decoded, or lacks a column.
+        """
+        indices = [self._checked(index) for index in indices]
+        near = self.read_near(indices)
+        absent = [index for index in indices if index not in near]
+        near |= zip(absent, self.read(absent, _not_counted), strict=True)
+        return [self.item(index, near[index]) for index in indices]
+
+    def __repr__(self) -> str:
+        """Returns the kind and number of shards, and the columns."""
+        names = "all" if self._columns is None else ", ".join(self._columns)
+        kind = type(self._format).__name__.removesuffix("Format")
+        return f"Shards({len(self._index.entries)} × {kind}, num_samples={len(self)}, columns={names})"
+
+    def _checked(self, index: int) -> int:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"expected a sample index below {len(self)}, got {index}")
+        return int(index) % len(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Returns a name of the content: of the shards' names, sizes and versions, and the columns."""
+        return self._fingerprint
+
+    def name_of(self, index: int) -> str:
+        """Returns a sample's place: its number in its shard, and the shard."""
+        shard, _, _ = self._index.place_of(index)
+        row = index - int(self._index.samples_S[shard])
+        return f"sample {row} of {shown_place(self._index.entries[shard].url)}"
+
+    def sample_source(self) -> ShardSource:
+        """Returns the source that `ShadeDataset` reads."""
+        return ShardSource(self)
+
+    def item(self, index: int, payload: Any) -> Any:
+        """Returns the sample that a payload of `read` holds; raises BadSampleError."""
+        try:
+            if isinstance(payload, Exception):
+                raise payload
+            row = self._format.row(self._index.scans[self._index.place_of(index)[0]], payload, self._columns)
+            for name in row if self._columns is None else self._columns:
+                if name not in row:
+                    raise KeyError(f"it has no {name!r}, only {', '.join(row)}")
+                decode = self._decode.get(name) or self._format.decoder(name)
+                if decode is not None:
+                    row[name] = decode(row[name])
+        except Exception as error:
+            words = error.args[0] if isinstance(error, KeyError) and error.args else error
+            raise BadSampleError(
+                f"expected {self.name_of(index)} to be readable, got {type(error).__name__}: {words}; "
+                "mend the shard, or pass on_bad_sample='skip'"
+            ) from error
+        if self._columns is None:
+            return row
+        return row[self._columns[0]] if self._single else tuple(row[name] for name in self._columns)
+
+    def read_near(self, indices: Sequence[int]) -> dict[int, Any]:
+        """Returns the payloads that this machine's disk has."""
+        return {} if self._blocks is None else self._blocks.look_up(indices)
+
+    def read(self, indices: Sequence[int], count: CountOrigin) -> list[Any]:
+        """Reads payloads from the shards.
+
+        Args:
+            indices: Sample indices, in [0, N).
+            count: Gets the number of requests and of bytes.
+
+        Returns:
+            Payloads in order, with an OSError in place of one that could not be read.
+
+        Raises:
+            DataError: A shard is not what its index says.
+        """
+        place = {index: self._index.place_of(index) for index in indices}
+        found = dict[int, Any]()
+        if self._blocks is not None:
+            wanted = collections.defaultdict[Block, list[int]](list)
+            for index, (shard, piece, _) in place.items():
+                wanted[shard, int(self._index.scans[shard].start_P[piece]) // BLOCK_BYTES].append(index)
+            found = self._read_blocks({b: each for b, each in wanted.items() if self._blocks.keeps(b)}, count)
+        rows = collections.defaultdict[Piece, dict[int, int]](dict)
+        for index, (shard, piece, row) in place.items():
+            if index not in found:
+                rows[shard, piece][row] = index
+        for piece_of, payloads in self._pieces({piece: list(each) for piece, each in rows.items()}, count):
+            found |= zip(rows[piece_of].values(), payloads, strict=True)
+        return [found[index] for index in indices]
+
+    def _read_blocks(self, wanted: Mapping[Block, list[int]], count: CountOrigin) -> dict[int, Any]:
+        """Reads whole blocks, keeps their samples on the disk, and returns those that are wanted. Another process may
+        have brought a block meanwhile."""
+        assert self._blocks is not None
+        mine = [block for block in sorted(wanted) if self._blocks.take(block)]
+        try:
+            found = self._blocks.look_up([index for block in mine for index in wanted[block]])
+            absent = [block for block in mine if any(index not in found for index in wanted[block])]
+            for first in range(0, len(absent), _BLOCKS_AT_ONCE):
+                some = absent[first : first + _BLOCKS_AT_ONCE]
+                found |= self._bring(some, {index for block in some for index in wanted[block]}, count)
+        finally:
+            for block in mine:
+                self._blocks.release(block)
+        busy = wanted.keys() - set(mine)
+        for block in busy:
+            self._blocks.wait(block)
+        return found | self._blocks.look_up([index for block in busy for index in wanted[block]])
+
+    def _bring(self, blocks: Sequence[Block], wanted: set[int], count: CountOrigin) -> dict[int, Any]:
+        assert self._blocks is not None
+        pieces = {
+            (shard, piece): None
+            for shard, number in blocks
+            for piece in pieces_between(self._index.scans[shard], number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
+        }
+        found = dict[int, Any]()
+        for (shard, piece), payloads in self._pieces(pieces, count):
+            first = self._index.first_sample(shard, piece)
+            samples = {first + row: each for row, each in enumerate(payloads) if not isinstance(each, OSError)}
+            if samples:
+                self._blocks.keep(samples)
+            found |= {index: each for index, each in samples.items() if index in wanted}
+        return found
+
+    def _pieces(
+        self, rows: Mapping[Piece, list[int] | None], count: CountOrigin
+    ) -> Iterator[tuple[Piece, Sequence[Any]]]:
+        """Yields pieces with the payloads of the rows that are wanted of each, None for all; a piece that cannot be
+        read has an OSError for each."""
+        absent = dict[Piece, list[int] | None]()
+        for piece, wanted in rows.items():
+            whole = self._recent.get(piece)
+            if whole is None:
+                absent[piece] = wanted
+            else:
+                yield piece, whole if wanted is None else [whole[row] for row in wanted]
+        parts, failures = self._ranges(absent, count)
+        for piece, wanted in absent.items():
+            if piece in failures:
+                length = int(self._index.scans[piece[0]].rows_P[piece[1]]) if wanted is None else len(wanted)
+                yield piece, [failures[piece]] * length
+                continue
+            keeps = self._format.keeps_rows and not self._is_mapped and wanted is not None
+            payloads = self._payloads(piece, parts[piece[0]], None if keeps else wanted)
+            if keeps:
+                self._remember(piece, payloads)
+                payloads = [payloads[row] for row in wanted or ()]
+            yield piece, payloads
+
+    @property
+    def _is_mapped(self) -> bool:
+        return self._format.maps and not is_url(self._index.entries[0].url)
+
+    def _payloads(self, piece: Piece, parts: RangeParts, rows: list[int] | None) -> list[bytes]:
+        shard, number = piece
+        scan = self._index.scans[shard]
+        try:
+            return self._format.payloads(scan, number, parts, self._columns, rows)
+        except UnlikeIndexError as error:
+            raise self._index.mismatch(shard, int(scan.start_P[number]), str(error)) from error
+
+    def _remember(self, piece: Piece, payloads: list[bytes]) -> None:
+        with self._keeping:
+            self._recent[piece] = payloads
+            self._recent_bytes += sum(map(len, payloads))
+            while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
+                _, oldest = self._recent.popitem(last=False)
+                self._recent_bytes -= sum(map(len, oldest))
+
+    def _ranges(
+        self, pieces: Iterable[Piece], count: CountOrigin
+    ) -> tuple[dict[int, RangeParts], dict[Piece, OSError]]:
+        """Reads the ranges of pieces; returns what was read by shard, and the errors of pieces."""
+        scans, entries = self._index.scans, self._index.entries
+        by_shard = collections.defaultdict[int, list[Piece]](list)
+        for piece in pieces:
+            by_shard[piece[0]].append(piece)
+        if self._is_mapped:
+            self._index.check(list(by_shard))
+            count(sum(map(len, by_shard.values())), 0)
+            return {shard: _mapped(entries[shard].url) for shard in by_shard}, {}
+        places, owners = list[ByteRange](), list[int]()
+        for shard, each in by_shard.items():
+            ranges = [r for _, piece in each for r in self._format.ranges(scans[shard], piece, self._columns)]
+            for start, stop in coalesced(ranges):
+                places.append(ByteRange(entries[shard].url, start, stop))
+                owners.append(shard)
+        contents = self._origin.read_many(places, [place.stop - place.start for place in places])
+        self._index.check(list(by_shard))
+        read = [content for content in contents if not isinstance(content, OSError)]
+        count(len(read), sum(map(len, read)))
+        parts = collections.defaultdict[int, list[tuple[int, Any]]](list)
+        failed = collections.defaultdict[int, list[tuple[ByteRange, OSError]]](list)
+        for shard, place, content in zip(owners, places, contents, strict=True):
+            if isinstance(content, OSError):
+                failed[shard].append((place, content))
+            else:
+                parts[shard].append((place.start, content))
+        failures = {
+            (shard, piece): error
+            for shard, errors in failed.items()
+            for place, error in errors
+            for _, piece in by_shard[shard]
+            if any(place.start <= start < place.stop for start, _ in self._format.ranges(scans[shard], piece, self._columns))
+        }
+        return {shard: RangeParts(parts[shard]) for shard in by_shard}, failures
+
+    def probe(self) -> tuple[npt.NDArray[np.int64], int, int]:
+        """Reads a few samples; returns the estimated bytes of each sample's payload, as int64 (N,), and the requests
+        and bytes that this took. Raises DataError if none can be read."""
+        counts = [0, 0]
+
+        def count(num_reads: int, num_bytes: int) -> None:
+            counts[0] += num_reads
+            counts[1] += num_bytes
+
+        index = self._index
+        if self._format.keeps_rows:
+            places = [(shard, piece) for shard, scan in enumerate(index.scans) for piece in range(len(scan.start_P))]
+            chosen = {places[int(at)] for at in np.linspace(0, len(places) - 1, min(_PROBED_PIECES, len(places)))}
+            lengths = [len(e) for _, each in self._pieces(dict.fromkeys(sorted(chosen)), count) for e in each]
+            return np.full(len(self), max(lengths), dtype=np.int64), *counts  # type: ignore[return-value]
+        length_N = np.concatenate([scan.length_P for scan in index.scans]).astype(np.int64)
+        probes = sorted({int(at) for at in np.linspace(0, len(self) - 1, min(_PROBES, len(self)))})
+        payloads = self.read(probes, count)
+        ratio = max(
+            (len(each) / length_N[at] for at, each in zip(probes, payloads, strict=True) if isinstance(each, bytes)),
+            default=1.0,
+        )
+        return np.ceil(length_N * ratio).astype(np.int64), *counts  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Ends the threads and closes the disk. Safe to call twice."""
+        self._origin.close()
+        if self._blocks is not None:
+            self._blocks.close()
+
+
+class ShardSource(NearSource):
+    """What `ShadeDataset` reads of `Shards`. What the disk has counts as a disk hit."""
+
+    cached_format = FORMAT_ITEM
+    has_pictures = compares_hits = is_random = False
+    target_N = None
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards, self.fingerprint = shards, shards.fingerprint
+        self.payload_bytes_N, self.num_probes, self.probe_bytes = shards.probe()
+
+    @override
+    def read_near(self, indices: list[int]) -> dict[int, Any]:
+        return self._shards.read_near(indices)
+
+    @override
+    def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
+        return self._shards.read(indices, count)
+
+    @override
+    def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        item = self._shards.item(index, payload)
+        return item if isinstance(item, tuple) else (item,)
+
+    @override
+    def rest_of(self, index: int) -> tuple[Any, ...]:
+        raise IndexError(f"expected no question about {self.name_of(index)} before it is decoded")
+
+    @override
+    def name_of(self, index: int) -> str:
+        return self._shards.name_of(index)
+
+    @override
+    def close(self) -> None:
+        self._shards.close()
+
+
+def coalesced(ranges: Iterable[tuple[int, int]], gap_bytes: int = GAP_BYTES) -> list[tuple[int, int]]:
+    """Returns ranges (start, stop) that hold all of these, where those no further apart than the gap are one."""
+    merged = list[tuple[int, int]]()
+    for start, stop in sorted(ranges):
+        if merged and start - merged[-1][1] <= gap_bytes:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _mapped(path: str) -> RangeParts:
+    return RangeParts([(0, np.memmap(path, dtype=np.uint8, mode="r"))])
+
+
+def _not_counted(num_reads: int, num_bytes: int) -> None:
+    """Stands for a counter where nothing counts."""
+
+
+def _default_folder() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(base, "shade", "shards")
+
+
+def _numbered(pattern: str) -> list[str]:
+    """Returns the names that ``{000..127}`` stands for."""
+    found = _NUMBERS.search(pattern)
+    if found is None:
+        return [pattern]
+    first, last = found[1], found[2]
+    numbers = range(int(first), int(last) + 1)
+    names = (pattern[: found.start()] + str(n).zfill(len(first)) + pattern[found.end() :] for n in numbers)
+    return [each for name in names for each in _numbered(name)]
+
+
+def _listed(shards: Any, options: Mapping[str, Any]) -> list[str]:
+    """Returns the shards that patterns stand for, each once, in the order of their names within a pattern."""
+    patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
+    urls = dict.fromkeys(
+        url for pattern in patterns for name in _numbered(os.fspath(pattern)) for url in _found(name, options)
+    )
+    if not urls:
+        raise DataError.of("shards", shards, "check the path")
+    return list(urls)
+
+
+def _found(name: str, options: Mapping[str, Any]) -> list[str]:
+    if is_url(name):
+        if "*" not in name:
+            return [name] if _suffix(name) in FORMATS else [e.url for e in list_files(name, options) if _is_shard(e.url)]
+        file_system = open_file_system(name, options)
+        return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(name))
+    name = os.path.abspath(name)
+    if os.path.isdir(name):
+        return sorted(each for each in glob.glob(os.path.join(glob.escape(name), "*")) if _is_shard(each))
+    return sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+
+
+def _suffix(url: str) -> str:
+    return url.partition("?")[0].rpartition("/")[2].rpartition(".")[2].lower()
+
+
+def _is_shard(url: str) -> bool:
+    return _suffix(url) in FORMATS
+
+
+def _suffix_of(urls: Sequence[str]) -> str:
+    """Returns the end of all names; raises ConfigError if there are several, or it is not known."""
+    suffixes = sorted({_suffix(url) for url in urls})
+    if len(suffixes) > 1:
+        cure = "make a Shards of each kind, and join them with torch.utils.data.ConcatDataset"
+        raise ConfigError.of("shards of one kind", ", ".join(suffixes), cure)
+    if suffixes[0] not in FORMATS:
+        cure = "decompress it: gunzip" if suffixes[0] in ("gz", "tgz") else "name the shards by their format"
+        known = ", ".join(f".{name}" for name in FORMATS)
+        raise ConfigError.of(f"shards that end in {known}", shown_place(urls[0]), cure)
+    return suffixes[0]
+
+
+_REGISTERED: Final = (archives, tables)

@@ -57,7 +57,8 @@ if TYPE_CHECKING:
         init_DASH,
         init_dash,
     )
-    from shade.data import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler, Shards
+    from shade.data import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler
+    from shade.data._shards.shards import Shards
     from shade.gradient import DiLoCo, ElasticEngine, GradientEngine, LocalSGD, Membership, SparseState, sparse_hook
     from shade.gradient.optim import LocalAdam, LocalAdamW, SparseAdam, SparseAdamW, SparseSGD
     from shade.policy.simulator import simulate
@@ -79,7 +80,8 @@ else:
                 "init_acute",
                 "init_dash",
             ],
-            "shade.data": ["RemoteImageFolder", "ShadeDataset", "ShadeLoader", "ShadeSampler", "Shards"],
+            "shade.data": ["RemoteImageFolder", "ShadeDataset", "ShadeLoader", "ShadeSampler"],
+            "shade.data._shards.shards": ["Shards"],
             "shade.gradient": [
                 "DiLoCo",
                 "ElasticEngine",

@@ -54,7 +54,8 @@ def _integer(data: bytes) -> int:
     return int(data)
 
 
-def _text(data: bytes) -> str:
+def decoded_text(data: bytes) -> str:
+    """Returns a text in UTF-8; raises UnicodeDecodeError for what is none."""
     return data.decode("utf-8")
 
 
@@ -64,7 +65,7 @@ def _array(data: bytes) -> Any:
 
 DECODERS: Final[Mapping[str, Callable[[bytes], Any]]] = (
     dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), _integer)
-    | dict.fromkeys(("txt", "text", "transcript"), _text)
+    | dict.fromkeys(("txt", "text", "transcript"), decoded_text)
     | dict.fromkeys(("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm"), decode_rgb)
     | {"json": json.loads, "npy": _array}
 )
@@ -172,7 +173,9 @@ def grouped(members: Iterator[Member | None], shard: str) -> Iterator[tuple[str,
                 yield key, files
             key, files = found[0], []
         if any(found[1] == column for column, _ in files):
-            raise DataError.of(f"each file of {shown_place(shard)} once", f"{member.name} twice", "write the shard anew")
+            raise DataError.of(
+                f"each file of {shown_place(shard)} once", f"{member.name} twice", "write the shard anew"
+            )
         files.append((found[1], member))
     if files:
         yield key, files
@@ -298,15 +301,7 @@ class ZipFormat(ArchiveFormat):
             starts.append(files[0][1].header)
             lengths.append(files[-1][1].stop - starts[-1])
             proofs.append(_proof(key))
-            found = [(column, by_name[member.name]) for column, member in files]
-            table.append(
-                [key]
-                + [
-                    [column, each.filename, each.header_offset, each.file_size]  # type: ignore[list-item]
-                    + [each.compress_size, each.compress_type, each.CRC]
-                    for column, each in found
-                ]
-            )
+            table.append([key, *(_zip_member(column, by_name[member.name]) for column, member in files)])
         columns = dict.fromkeys(str(each[0]) for row in table for each in row[1:])
         return ShardScan(
             np.array(starts, dtype=np.int64),
@@ -336,6 +331,18 @@ class ZipFormat(ArchiveFormat):
             if columns is None or member.column in columns:
                 item[member.column] = _unzipped(member, content[member.header - start :])
         return [item_codec.encode(item)]
+
+
+def _zip_member(column: str, info: zipfile.ZipInfo) -> _ZipMember:
+    return _ZipMember(
+        column,
+        info.filename,
+        info.header_offset,
+        info.file_size,
+        info.compress_size,
+        info.compress_type,
+        info.CRC,
+    )
 
 
 def _unzipped(member: _ZipMember, content: memoryview) -> bytes:

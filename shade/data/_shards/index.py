@@ -9,13 +9,14 @@ share the work, and one more shard costs one more scan. It holds what the shard'
 size, and the time or ETag. If that is no longer so, the shard is refused by name, in the beginning (`ShardIndex`) and
 while it is read (`ShardIndex.check`). A damaged index is made again.
 
-Price: 12 to 16 bytes a sample of a tar, in memory and on disk. Invariant: a range in the index is one of the shard as it was
-when its index was made, or the shard is refused.
+Price: 12 to 16 bytes a sample of a tar, in memory and on disk. Invariant: a range in the index is one of the shard as
+it was when its index was made, or the shard is refused.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import io
 import json
 import logging
@@ -23,7 +24,7 @@ import os
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,9 @@ from typing_extensions import override
 
 from shade.data._dataset.content import STAT_THREADS
 from shade.data._dataset.origin import ByteRange, Entry, FileOrigin, describe_many, is_url, open_file_system
-from shade.errors import DataError, shown_place, without_login
+from shade.data._shards.blocks import BLOCK_BYTES, Block
+from shade.errors import ConfigError, DataError, shown_place, without_login
+from shade.installation import install_hint
 from shade.process import replacing
 from shade.registry import Registry
 
@@ -137,9 +140,7 @@ class ShardScan:
         arrays = [_packed(each) for each in (self.start_P, self.length_P, self.rows_P, self.proof_P)]
         header |= {"lengths": [[str(each.dtype), len(each)] for each in arrays], "columns": self.columns}
         text = json.dumps(header).encode()
-        content = b"".join(
-            [_MAGIC, _DIGEST.pack(len(text)), text, *(each.tobytes() for each in arrays), self.extra]
-        )
+        content = b"".join([_MAGIC, _DIGEST.pack(len(text)), text, *(each.tobytes() for each in arrays), self.extra])
         return content + _DIGEST.pack(xxhash.xxh3_64_intdigest(content))
 
     @staticmethod
@@ -158,7 +159,8 @@ class ShardScan:
         num_pieces = len(arrays[0])
         # A constant takes no memory.
         arrays = [each if len(each) == num_pieces else np.broadcast_to(each, num_pieces) for each in arrays]
-        return header, ShardScan(*arrays, columns=header["columns"], extra=content[at:])
+        start_P, length_P, rows_P, proof_P = arrays
+        return header, ShardScan(start_P, length_P, rows_P, proof_P, header["columns"], content[at:])
 
 
 def _packed(values_P: Lengths) -> Lengths:
@@ -178,8 +180,17 @@ class ShardFormat(ABC):
     maps: bool = False
     """Whether a local shard is mapped into memory, because a row takes a small part of its piece."""
 
+    library: str = ""
+    """The package that reads it, if there is one, and what that package reads."""
+    reads: str = ""
+    extra: str = ""
+    """The extra that installs it."""
+
     def require(self) -> None:
-        """Raises ConfigError, with the command that installs it, if a library is missing."""
+        """Raises ConfigError, with the command that installs it, if the library is missing."""
+        if self.library and importlib.util.find_spec(self.library) is None:
+            expected = f"{self.library}, which reads {self.reads}"
+            raise ConfigError.of(expected, "none", f"install it: {install_hint(self.extra)}")
 
     @abstractmethod
     def scan(self, file: ShardFile) -> ShardScan:
@@ -298,6 +309,16 @@ class ShardIndex:
         before = piece if last_P is None else int(last_P[piece - 1]) if piece else 0
         return int(self.samples_S[shard]) + before
 
+    def block_of(self, shard: int, piece: int) -> Block:
+        """Returns the block of a piece."""
+        return shard, int(self.scans[shard].start_P[piece]) // BLOCK_BYTES
+
+    def pieces_of(self, block: Block) -> list[int]:
+        """Returns the pieces of a block."""
+        shard, number = block
+        found: list[int] = np.flatnonzero(self.scans[shard].start_P // BLOCK_BYTES == number).tolist()
+        return found
+
     def check(self, shards: Sequence[int]) -> None:
         """Raises DataError if one of the shards is not what it was when its index was made."""
         for shard in shards:
@@ -348,7 +369,9 @@ class ShardIndex:
                 ) from error
             self.check([shard])  # it may have changed while it was scanned
             with replacing(path) as partial_path:
-                partial_path.write_bytes(scan.to_bytes({"url": entry.url, "bytes": entry.num_bytes, "is": entry.version}))
+                partial_path.write_bytes(
+                    scan.to_bytes({"url": entry.url, "bytes": entry.num_bytes, "is": entry.version})
+                )
         return scan
 
     def _load(self, shard: int) -> ShardScan | None:
@@ -379,11 +402,7 @@ def _described(path: str) -> Entry:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise DataError.of("a readable shard", path, f"{error.strerror}: restore it or list the shards again") from error
+        raise DataError.of(
+            "a readable shard", path, f"{error.strerror}: restore it or list the shards again"
+        ) from error
     return Entry(path, status.st_size, f"mtime={status.st_mtime_ns}")
-
-
-def pieces_between(scan: ShardScan, start: int, stop: int) -> Iterator[int]:
-    """Returns the pieces of a shard that begin in a range of it."""
-    first, last = np.searchsorted(scan.start_P, [start, stop])
-    yield from range(int(first), int(last))

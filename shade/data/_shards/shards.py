@@ -5,14 +5,10 @@ ranks are those of any other data set. That has a price: in a globally random or
 many places, so each costs a request. Reading ahead in memory would not help: a request that serves fifty samples has to
 wait for all of them, which are spread over the whole epoch, and that much memory holds most of the data set.
 
-`BlockTier` pays it once: a block of neighbouring pieces is read as a whole when its first sample is wanted, and all of
-its samples are kept on this machine's disk (a `disk` store), for this epoch, the next ones, other processes and later
-jobs. Where the capacity is smaller than the data set, a part of the blocks is kept, always the same, and the samples of
-the others are read one by one, neighbours of one batch together (`coalesced`).
+`shade.data._shards.blocks` pays it once, with room on a local disk. Without that, ranges of one batch that lie side by
+side are read together.
 
-Races: 1. *Two processes want one block.* The one that gets its lock reads it; the other waits, and finds the samples.
-No process waits for a lock while it holds one. 2. *A process dies with a lock.* The system frees it.
-3. *A shard changes while it is read.* Each read is followed by a comparison with the index, and raises.
+A shard that changes while it is read is noticed: each read is followed by a comparison with the index.
 
 Invariant: a sample is what its format's own reader makes of it, or there is an error that names the shard.
 """
@@ -20,15 +16,10 @@ Invariant: a sample is what its format's own reader makes of it, or there is an 
 from __future__ import annotations
 
 import collections
-import contextlib
-import fcntl
 import glob
-import logging
 import os
 import re
-import struct
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -38,143 +29,25 @@ import xxhash
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from shade.cache.entry import FORMAT_ITEM, HEADER_BYTES, seal, unseal
+from shade.cache.entry import FORMAT_ITEM
 from shade.data._dataset.origin import ByteRange, FileOrigin, UrlOrigin, is_url, list_files, open_file_system
 from shade.data._dataset.source import CountOrigin, NearSource
-from shade.data._shards import archives, tables
-from shade.data._shards.index import FORMATS, RangeParts, ShardIndex, UnlikeIndexError, describe_shards, pieces_between
-from shade.errors import BadSampleError, ConfigError, CorruptEntryError, DataError, StoreError, shown_place
+from shade.data._shards.blocks import Block, BlockTier, coalesced
+from shade.data._shards.index import FORMATS, RangeParts, ShardIndex, UnlikeIndexError, describe_shards
+from shade.errors import BadSampleError, ConfigError, DataError, shown_place
 from shade.registry import did_you_mean
-from shade.store import StoreURL, open_store
 from shade.store.disk import disk_url
-from shade.store.keys import SampleKeys
 
-logger = logging.getLogger("shade.data")
-
-BLOCK_BYTES: Final = 8 << 20
-"""Pieces that begin in one such part of a shard are read and kept together (decision 0041)."""
-GAP_BYTES: Final = 256 << 10
-"""Ranges that are no further apart are read in one request."""
+FAST_GAP_BYTES, SLOW_GAP_BYTES = 16 << 10, 256 << 10
+"""Ranges that are no further apart are read in one request, of an origin that is fast, or slow."""
 _BLOCKS_AT_ONCE: Final = 8
 _RECENT_BYTES: Final = 64 << 20
 """Rows of pieces that were read as a whole stay in memory up to so many bytes."""
-_REST_SECONDS: Final = 30.0
-"""A disk that failed is left alone for so long."""
 _PROBES: Final = 16
 _PROBED_PIECES: Final = 4
-_ROOM: Final = 0.95
-"""The part of the capacity that is planned with; sizes are estimates."""
 _NUMBERS: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_LOCK_STRIDE: Final = 1 << 24
-Block: TypeAlias = "tuple[int, int]"
-"""A shard, and the number of a part of `BLOCK_BYTES` of it."""
 Piece: TypeAlias = "tuple[int, int]"
 """A shard, and a piece of it."""
-
-
-class BlockTier:
-    """Samples of whole blocks, kept on this machine's disk.
-
-    Args:
-        url: The folder and its capacity.
-        namespace: Names the samples' content.
-        num_samples: Samples of the data set.
-        payload_bytes: Estimated bytes of a sample.
-    """
-
-    def __init__(self, url: StoreURL, namespace: str, num_samples: int, payload_bytes: float) -> None:
-        self._store, self._keys = open_store(url), SampleKeys(namespace)
-        self._store.ping()
-        entry_bytes = self._store.stored_bytes(self._keys.key_length, int(payload_bytes) + HEADER_BYTES)
-        capacity_bytes, wanted_bytes = url.capacity_bytes or 0, entry_bytes * num_samples
-        self._store.enter(namespace, min(capacity_bytes, wanted_bytes))
-        self._share = int(min(1.0, _ROOM * capacity_bytes / wanted_bytes) * 2**64)
-        self._lock_path = os.path.join(url.path, f"{namespace}.blocks")
-        self._per_process()
-
-    def _per_process(self) -> None:
-        self._pid, self._lock_file = os.getpid(), -1
-        self._taken = set[Block]()
-        self._changing = threading.Lock()
-        self._rests_until = 0.0
-        self._is_full = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_store", "_keys", "_share", "_lock_path")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        self._per_process()
-
-    def keeps(self, block: Block) -> bool:
-        """Returns whether a block is one of those that are kept."""
-        if self._pid != os.getpid():
-            self._per_process()
-        is_mine = xxhash.xxh3_64_intdigest(struct.pack("<QQ", *block)) < self._share
-        return is_mine and not self._is_full and time.monotonic() >= self._rests_until
-
-    def look_up(self, indices: Sequence[int]) -> dict[int, Any]:
-        """Returns the payloads of those samples that are here."""
-        if not indices or time.monotonic() < self._rests_until:
-            return {}
-        try:
-            entries = self._store.get_many(self._keys.many(indices))
-        except StoreError as error:
-            self._failed(error)
-            return {}
-        found = {}
-        for index, entry in zip(indices, entries, strict=True):
-            if entry is not None:
-                with contextlib.suppress(CorruptEntryError):
-                    found[index] = unseal(index, entry, FORMAT_ITEM)
-        return found
-
-    def keep(self, payloads: Mapping[int, bytes]) -> None:
-        """Writes samples, as far as there is room."""
-        names = self._keys.many(list(payloads))
-        entries = {name: seal(index, each, FORMAT_ITEM) for name, (index, each) in zip(names, payloads.items(), strict=True)}
-        try:
-            written = self._store.set_many(entries)
-        except StoreError as error:
-            self._failed(error)
-            return
-        if not all(written) and not self._is_full:
-            self._is_full = True
-            logger.warning("%s is full; samples that are not there are read from their shards, one by one", self._store.url)
-
-    def _failed(self, error: StoreError) -> None:
-        self._rests_until = time.monotonic() + _REST_SECONDS
-        logger.warning("%s; samples are read from their shards for %.0f s", error, _REST_SECONDS)
-
-    def take(self, block: Block) -> bool:
-        """Takes a block's lock against all threads and processes; returns False if another has it."""
-        with self._changing:
-            if block in self._taken:
-                return False
-            if self._lock_file < 0:
-                self._lock_file = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, block[0] * _LOCK_STRIDE + block[1])
-            except OSError:
-                return False
-            self._taken.add(block)
-            return True
-
-    def release(self, block: Block) -> None:
-        """Frees a block's lock."""
-        with self._changing:
-            fcntl.lockf(self._lock_file, fcntl.LOCK_UN, 1, block[0] * _LOCK_STRIDE + block[1])
-            self._taken.discard(block)
-
-    def wait(self, block: Block) -> None:
-        """Returns when nothing holds a block's lock."""
-        while not self.take(block):
-            time.sleep(0.005)
-        self.release(block)
-
-    def close(self) -> None:
-        """Closes the store. Safe to call twice."""
-        self._store.close()
 
 
 class Shards(Dataset[Any]):
@@ -346,7 +219,7 @@ class Shards(Dataset[Any]):
         if self._blocks is not None:
             wanted = collections.defaultdict[Block, list[int]](list)
             for index, (shard, piece, _) in place.items():
-                wanted[shard, int(self._index.scans[shard].start_P[piece]) // BLOCK_BYTES].append(index)
+                wanted[self._index.block_of(shard, piece)].append(index)
             found = self._read_blocks({b: each for b, each in wanted.items() if self._blocks.keeps(b)}, count)
         rows = collections.defaultdict[Piece, dict[int, int]](dict)
         for index, (shard, piece, row) in place.items():
@@ -377,11 +250,7 @@ class Shards(Dataset[Any]):
 
     def _bring(self, blocks: Sequence[Block], wanted: set[int], count: CountOrigin) -> dict[int, Any]:
         assert self._blocks is not None
-        pieces = {
-            (shard, piece): None
-            for shard, number in blocks
-            for piece in pieces_between(self._index.scans[shard], number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
-        }
+        pieces = {(block[0], piece): None for block in blocks for piece in self._index.pieces_of(block)}
         found = dict[int, Any]()
         for (shard, piece), payloads in self._pieces(pieces, count):
             first = self._index.first_sample(shard, piece)
@@ -451,7 +320,8 @@ class Shards(Dataset[Any]):
         places, owners = list[ByteRange](), list[int]()
         for shard, each in by_shard.items():
             ranges = [r for _, piece in each for r in self._format.ranges(scans[shard], piece, self._columns)]
-            for start, stop in coalesced(ranges):
+            gap_bytes = SLOW_GAP_BYTES if self._origin.is_slow else FAST_GAP_BYTES
+            for start, stop in coalesced(ranges, gap_bytes):
                 places.append(ByteRange(entries[shard].url, start, stop))
                 owners.append(shard)
         contents = self._origin.read_many(places, [place.stop - place.start for place in places])
@@ -470,7 +340,10 @@ class Shards(Dataset[Any]):
             for shard, errors in failed.items()
             for place, error in errors
             for _, piece in by_shard[shard]
-            if any(place.start <= start < place.stop for start, _ in self._format.ranges(scans[shard], piece, self._columns))
+            if any(
+                place.start <= start < place.stop
+                for start, _ in self._format.ranges(scans[shard], piece, self._columns)
+            )
         }
         return {shard: RangeParts(parts[shard]) for shard in by_shard}, failures
 
@@ -542,17 +415,6 @@ class ShardSource(NearSource):
         self._shards.close()
 
 
-def coalesced(ranges: Iterable[tuple[int, int]], gap_bytes: int = GAP_BYTES) -> list[tuple[int, int]]:
-    """Returns ranges (start, stop) that hold all of these, where those no further apart than the gap are one."""
-    merged = list[tuple[int, int]]()
-    for start, stop in sorted(ranges):
-        if merged and start - merged[-1][1] <= gap_bytes:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
 def _mapped(path: str) -> RangeParts:
     return RangeParts([(0, np.memmap(path, dtype=np.uint8, mode="r"))])
 
@@ -590,8 +452,10 @@ def _listed(shards: Any, options: Mapping[str, Any]) -> list[str]:
 
 def _found(name: str, options: Mapping[str, Any]) -> list[str]:
     if is_url(name):
+        if _is_shard(name) and "*" not in name:
+            return [name]
         if "*" not in name:
-            return [name] if _suffix(name) in FORMATS else [e.url for e in list_files(name, options) if _is_shard(e.url)]
+            return [entry.url for entry in list_files(name, options) if _is_shard(entry.url)]
         file_system = open_file_system(name, options)
         return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(name))
     name = os.path.abspath(name)
@@ -619,6 +483,3 @@ def _suffix_of(urls: Sequence[str]) -> str:
         known = ", ".join(f".{name}" for name in FORMATS)
         raise ConfigError.of(f"shards that end in {known}", shown_place(urls[0]), cure)
     return suffixes[0]
-
-
-_REGISTERED: Final = (archives, tables)

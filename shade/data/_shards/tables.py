@@ -21,9 +21,9 @@ import numpy as np
 from PIL import Image
 from typing_extensions import override
 
+from shade.data._shards.archives import decoded_text
 from shade.data._shards.index import FORMATS, RangeParts, ShardFile, ShardFormat, ShardScan, UnlikeIndexError
-from shade.errors import ConfigError, DataError, shown_place
-from shade.installation import install_hint
+from shade.errors import DataError, shown_place
 
 _SCHEMA_MESSAGE, _DICTIONARY_MESSAGE, _BATCH_MESSAGE = 1, 2, 3
 _TAIL_BYTES: Final = 8
@@ -31,12 +31,7 @@ _CONTINUED: Final = b"\xff\xff\xff\xff"
 
 
 def _pyarrow(module: str = "pyarrow") -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError.of(
-            "pyarrow, which reads Parquet and Arrow", "none", f"install it: {install_hint('parquet')}"
-        ) from error
+    return importlib.import_module(module)
 
 
 class _RangesFile(io.RawIOBase):
@@ -74,9 +69,7 @@ class _RangesFile(io.RawIOBase):
 class ArrowRows(ShardFormat):
     """What Parquet and Arrow have in common: a row's payload."""
 
-    @override
-    def require(self) -> None:
-        _pyarrow()
+    library, reads, extra = "pyarrow", "Parquet and Arrow", "parquet"
 
     @override
     def row(self, scan: ShardScan, payload: Any, columns: Sequence[str] | None) -> dict[str, Any]:
@@ -123,7 +116,8 @@ class ParquetFormat(ArrowRows):
         if start < 4:
             raise DataError.of(f"{shown_place(name)} to be a whole Parquet file", "a short one", "copy it again")
         extra = struct.pack("<Q", num_bytes) + file.range(start, num_bytes)
-        scan = ShardScan(*(np.zeros(0, dtype=np.int64) for _ in range(4)), columns=[], extra=extra)
+        nothing = np.zeros(0, dtype=np.int64)
+        scan = ShardScan(nothing, nothing, nothing, nothing, [], extra)
         metadata = self._metadata(scan)
         scan.columns = list(dict.fromkeys(field.name for field in self._whole_schema(scan)))
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
@@ -327,7 +321,7 @@ def _raw_picture(data: bytes) -> Image.Image:
 
 _ENCODINGS: Final[dict[str, Callable[[bytes], Any]]] = {
     "bytes": bytes,
-    "str": lambda data: data.decode("utf-8"),
+    "str": decoded_text,
     "int": lambda data: int(np.frombuffer(data, np.int64)[0]),
     "jpeg": _picture,
     "png": _picture,
@@ -402,4 +396,3 @@ def _mds_decoder(encoding: str) -> Callable[[bytes], Any] | None:
     if encoding in _NUMBERS:
         return lambda data: np.frombuffer(data, _NUMBERS[encoding])[0]
     return _ENCODINGS.get(encoding)
-

@@ -265,13 +265,13 @@ class Shards(Dataset[Any]):
     ) -> Iterator[tuple[Piece, Sequence[Any]]]:
         """Yields pieces with the payloads of the rows that are wanted of each, None for all; a piece that cannot be
         read has an OSError for each."""
-        absent = dict[Piece, list[int] | None]()
-        for piece, wanted in rows.items():
-            whole = self._recent.get(piece)
-            if whole is None:
-                absent[piece] = wanted
-            else:
-                yield piece, whole if wanted is None else [whole[row] for row in wanted]
+        with self._keeping:
+            recent = {piece: self._recent[piece] for piece in rows if piece in self._recent}
+        self._index.check(list({shard for shard, _ in recent}))
+        for piece, whole in recent.items():
+            wanted = rows[piece]
+            yield piece, whole if wanted is None else [whole[row] for row in wanted]
+        absent = {piece: wanted for piece, wanted in rows.items() if piece not in recent}
         parts, failures = self._ranges(absent, count)
         for piece, wanted in absent.items():
             if piece in failures:

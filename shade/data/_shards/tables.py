@@ -263,7 +263,7 @@ class ArrowFormat(ArrowRows):
         content = parts.range(start, start + int(scan.length_P[piece]))
         try:
             batch = arrow.ipc.read_record_batch(arrow.py_buffer(content), scan.parsed["schema"])
-        except (OSError, ValueError) as error:
+        except (OSError, EOFError, ValueError) as error:
             raise UnlikeIndexError(f"a record batch that pyarrow cannot read ({error})") from error
         if batch.num_rows != scan.rows_P[piece]:
             raise UnlikeIndexError(f"{batch.num_rows} rows")

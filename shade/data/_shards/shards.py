@@ -101,8 +101,9 @@ class Shards(Dataset[Any]):
         self._per_process()
         self._blocks: BlockTier | None = None
         if url is not None:
-            mean = float(self.probe()[0].mean())
-            self._blocks = BlockTier(url, f"{self._fingerprint}-blocks", len(self), mean)
+            # Of an archive the whole piece, so that the probes find a place where their blocks are kept.
+            mean = self.probe()[0].mean() if self._format.keeps_rows else self._length_N().mean()
+            self._blocks = BlockTier(url, f"{self._fingerprint}-blocks", len(self), float(mean))
 
     def _per_process(self) -> None:
         self._recent: collections.OrderedDict[Piece, list[bytes]] = collections.OrderedDict()
@@ -362,7 +363,7 @@ class Shards(Dataset[Any]):
             chosen = {places[int(at)] for at in np.linspace(0, len(places) - 1, min(_PROBED_PIECES, len(places)))}
             lengths = [len(e) for _, each in self._pieces(dict.fromkeys(sorted(chosen)), count) for e in each]
             return np.full(len(self), max(lengths), dtype=np.int64), *counts  # type: ignore[return-value]
-        length_N = np.concatenate([scan.length_P for scan in index.scans]).astype(np.int64)
+        length_N = self._length_N()
         probes = sorted({int(at) for at in np.linspace(0, len(self) - 1, min(_PROBES, len(self)))})
         payloads = self.read(probes, count)
         ratio = max(
@@ -370,6 +371,10 @@ class Shards(Dataset[Any]):
             default=1.0,
         )
         return np.ceil(length_N * ratio).astype(np.int64), *counts  # type: ignore[return-value]
+
+    def _length_N(self) -> npt.NDArray[np.int64]:
+        """Returns the bytes of each sample's piece, of a format with one sample a piece."""
+        return np.concatenate([scan.length_P for scan in self._index.scans]).astype(np.int64)
 
     def close(self) -> None:
         """Ends the threads and closes the disk. Safe to call twice."""

@@ -135,6 +135,7 @@ def test_epochs_are_unbiased_and_resume_exactly(tmp_path: Path, kind: str, disk:
     dataset.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # webdataset leaves files open
 def test_a_tar_is_as_webdataset_reads_it(tmp_path: Path) -> None:
     wds = pytest.importorskip("webdataset", reason="webdataset is not installed; pip install webdataset")
     rng = np.random.default_rng(0)

@@ -279,17 +279,12 @@ class FileOrigin:
         results: list[bytes | OSError] = []
         for done, path in enumerate(paths):
             # The first slow read of a batch sends the rest of it to the threads.
-            if done + 1 < len(paths) and self.num_threads > 1 and self.is_slow:
+            if done + 1 < len(paths) and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
                 expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
                 rest = [partial(self._read, each) for each in paths[done:]]
                 return results + self._threads().run(rest, expected[done:])
             results.append(self._read(path))
         return results
-
-    @property
-    def is_slow(self) -> bool:
-        """Returns whether reads wait rather than copy, as far as they have been measured."""
-        return self._mean_seconds > PARALLEL_SECONDS
 
     def _threads(self) -> ReadPool:
         with self._making:

@@ -1,6 +1,6 @@
 """The index of shards: where each sample lies. Made once, in parallel, and kept on disk.
 
-A *shard* is a file that holds many samples. A *piece* is a range of a shard that its format reads at once: one sample
+A *data shard* (here: a shard) is a file that holds many samples. A *piece* is a range of a shard that its format reads at once: one sample
 of a tar, a row group of a Parquet file. So one rule fits all formats: a sample is a row of a piece, and a piece is a
 range of a shard. `ShardFormat` finds the pieces of a shard (`ShardFormat.scan`), and makes samples of a piece's bytes.
 

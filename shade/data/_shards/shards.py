@@ -21,7 +21,8 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +39,8 @@ from shade.errors import BadSampleError, ConfigError, DataError, shown_place
 from shade.registry import did_you_mean
 from shade.store.disk import disk_url
 
-FAST_GAP_BYTES, SLOW_GAP_BYTES = 16 << 10, 256 << 10
-"""Ranges that are no further apart are read in one request, of an origin that is fast, or slow."""
+GAP_BYTES: Final = 64 << 10
+"""Ranges that are no further apart are read in one request (decision 0041)."""
 _BLOCKS_AT_ONCE: Final = 8
 _RECENT_BYTES: Final = 64 << 20
 """Rows of pieces that were read as a whole stay in memory up to so many bytes."""
@@ -48,6 +49,16 @@ _PROBED_PIECES: Final = 4
 _NUMBERS: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
 Piece: TypeAlias = "tuple[int, int]"
 """A shard, and a piece of it."""
+
+
+class _Read(NamedTuple):
+    """What was read of some pieces."""
+
+    parts: dict[int, RangeParts]
+    """The ranges, by shard."""
+    failures: dict[Piece, OSError]
+    num_requests: int
+    num_bytes: int
 
 
 class Shards(Dataset[Any]):
@@ -238,9 +249,7 @@ class Shards(Dataset[Any]):
         try:
             found = self._blocks.look_up([index for block in mine for index in wanted[block]])
             absent = [block for block in mine if any(index not in found for index in wanted[block])]
-            for first in range(0, len(absent), _BLOCKS_AT_ONCE):
-                some = absent[first : first + _BLOCKS_AT_ONCE]
-                found |= self._bring(some, {index for block in some for index in wanted[block]}, count)
+            found |= self._bring(absent, {index for block in absent for index in wanted[block]}, count)
         finally:
             for block in mine:
                 self._blocks.release(block)
@@ -250,15 +259,23 @@ class Shards(Dataset[Any]):
         return found | self._blocks.look_up([index for block in busy for index in wanted[block]])
 
     def _bring(self, blocks: Sequence[Block], wanted: set[int], count: CountOrigin) -> dict[int, Any]:
+        """Reads some blocks at a time, and keeps the samples of each as soon as it has come."""
         assert self._blocks is not None
-        pieces = {(block[0], piece): None for block in blocks for piece in self._index.pieces_of(block)}
         found = dict[int, Any]()
-        for (shard, piece), payloads in self._pieces(pieces, count):
-            first = self._index.first_sample(shard, piece)
-            samples = {first + row: each for row, each in enumerate(payloads) if not isinstance(each, OSError)}
-            if samples:
-                self._blocks.keep(samples)
-            found |= {index: each for index, each in samples.items() if index in wanted}
+        waiting = [{(block[0], piece): None for piece in self._index.pieces_of(block)} for block in reversed(blocks)]
+        under_way: collections.deque[tuple[dict[Piece, None], Future[_Read]]] = collections.deque()
+        with ThreadPoolExecutor(_BLOCKS_AT_ONCE) as pool:
+            while waiting or under_way:
+                while waiting and len(under_way) < _BLOCKS_AT_ONCE:
+                    pieces = waiting.pop()
+                    under_way.append((pieces, pool.submit(self._ranges, pieces)))
+                pieces, future = under_way.popleft()
+                for (shard, piece), payloads in self._made(pieces, future.result(), count):
+                    first = self._index.first_sample(shard, piece)
+                    samples = {first + row: each for row, each in enumerate(payloads) if not isinstance(each, OSError)}
+                    if samples:
+                        self._blocks.keep(samples)
+                    found |= {index: each for index, each in samples.items() if index in wanted}
         return found
 
     def _pieces(
@@ -273,14 +290,20 @@ class Shards(Dataset[Any]):
             wanted = rows[piece]
             yield piece, whole if wanted is None else [whole[row] for row in wanted]
         absent = {piece: wanted for piece, wanted in rows.items() if piece not in recent}
-        parts, failures = self._ranges(absent, count)
-        for piece, wanted in absent.items():
-            if piece in failures:
+        yield from self._made(absent, self._ranges(absent), count)
+
+    def _made(
+        self, rows: Mapping[Piece, list[int] | None], read: _Read, count: CountOrigin
+    ) -> Iterator[tuple[Piece, Sequence[Any]]]:
+        """Yields what `_pieces` does of pieces whose ranges were read."""
+        count(read.num_requests, read.num_bytes)
+        for piece, wanted in rows.items():
+            if piece in read.failures:
                 length = int(self._index.scans[piece[0]].rows_P[piece[1]]) if wanted is None else len(wanted)
-                yield piece, [failures[piece]] * length
+                yield piece, [read.failures[piece]] * length
                 continue
             keeps = self._format.keeps_rows and not self._is_mapped and wanted is not None
-            payloads = self._payloads(piece, parts[piece[0]], None if keeps else wanted)
+            payloads = self._payloads(piece, read.parts[piece[0]], None if keeps else wanted)
             if keeps:
                 self._remember(piece, payloads)
                 payloads = [payloads[row] for row in wanted or ()]
@@ -306,29 +329,25 @@ class Shards(Dataset[Any]):
                 _, oldest = self._recent.popitem(last=False)
                 self._recent_bytes -= sum(map(len, oldest))
 
-    def _ranges(
-        self, pieces: Iterable[Piece], count: CountOrigin
-    ) -> tuple[dict[int, RangeParts], dict[Piece, OSError]]:
-        """Reads the ranges of pieces; returns what was read by shard, and the errors of pieces."""
+    def _ranges(self, pieces: Iterable[Piece]) -> _Read:
+        """Reads the ranges of pieces. Counts nothing, because a thread of its own may do it."""
         scans, entries = self._index.scans, self._index.entries
         by_shard = collections.defaultdict[int, list[Piece]](list)
         for piece in pieces:
             by_shard[piece[0]].append(piece)
         if self._is_mapped:
             self._index.check(list(by_shard))
-            count(sum(map(len, by_shard.values())), 0)
-            return {shard: _mapped(entries[shard].url) for shard in by_shard}, {}
+            mapped = {shard: _mapped(entries[shard].url) for shard in by_shard}
+            return _Read(mapped, {}, sum(map(len, by_shard.values())), 0)
         places, owners = list[ByteRange](), list[int]()
         for shard, each in by_shard.items():
             ranges = [r for _, piece in each for r in self._format.ranges(scans[shard], piece, self._columns)]
-            gap_bytes = SLOW_GAP_BYTES if self._origin.is_slow else FAST_GAP_BYTES
-            for start, stop in coalesced(ranges, gap_bytes):
+            for start, stop in coalesced(ranges, GAP_BYTES):
                 places.append(ByteRange(entries[shard].url, start, stop))
                 owners.append(shard)
         contents = self._origin.read_many(places, [place.stop - place.start for place in places])
         self._index.check(list(by_shard))
         read = [content for content in contents if not isinstance(content, OSError)]
-        count(len(read), sum(map(len, read)))
         parts = collections.defaultdict[int, list[tuple[int, Any]]](list)
         failed = collections.defaultdict[int, list[tuple[ByteRange, OSError]]](list)
         for shard, place, content in zip(owners, places, contents, strict=True):
@@ -346,7 +365,8 @@ class Shards(Dataset[Any]):
                 for start, _ in self._format.ranges(scans[shard], piece, self._columns)
             )
         }
-        return {shard: RangeParts(parts[shard]) for shard in by_shard}, failures
+        found = {shard: RangeParts(parts[shard]) for shard in by_shard}
+        return _Read(found, failures, len(read), sum(map(len, read)))
 
     def probe(self) -> tuple[npt.NDArray[np.int64], int, int]:
         """Reads a few samples; returns the estimated bytes of each sample's payload, as int64 (N,), and the requests

@@ -39,7 +39,7 @@ _OTHERS: Final = b"123456"
 _PAX, _GLOBAL, _LONG_NAME, _LONG_LINK = b"xgLK"
 
 
-class Member(NamedTuple):
+class ArchivedFile(NamedTuple):
     """A file in an archive."""
 
     name: str
@@ -100,7 +100,7 @@ def _pax(data: bytes) -> dict[str, str]:
     return records
 
 
-def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator[Member | None]:
+def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator[ArchivedFile | None]:
     """Yields the plain files of a tar, or of a part of one, and None at its end mark.
 
     Args:
@@ -144,7 +144,7 @@ def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator
             elif any(word.startswith("GNU.sparse") for word in records):
                 raise ValueError(f"the file at byte {at} is sparse")
             else:
-                yield Member(name, first, begin, begin + length)
+                yield ArchivedFile(name, first, begin, begin + length)
             records = {}
         else:
             raise ValueError(f"the header at byte {at} is of type {kind!r}")
@@ -161,9 +161,9 @@ def _plain_name(header: bytes) -> str:
     return (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape")
 
 
-def grouped(members: Iterator[Member | None], shard: str) -> Iterator[tuple[str, list[tuple[str, Member]]]]:
+def grouped(members: Iterator[ArchivedFile | None], shard: str) -> Iterator[tuple[str, list[tuple[str, ArchivedFile]]]]:
     """Yields key and files of each sample. Raises DataError for two files of one name in a sample."""
-    key, files = "", list[tuple[str, Member]]()
+    key, files = "", list[tuple[str, ArchivedFile]]()
     for member in members:
         found = None if member is None else key_and_column(member.name)
         if found is None or member is None:
@@ -204,7 +204,7 @@ class TarFormat(ArchiveFormat):
         starts, lengths, proofs, columns = [], [], [], dict[str, None]()
         has_end = False
 
-        def members() -> Iterator[Member | None]:
+        def members() -> Iterator[ArchivedFile | None]:
             nonlocal has_end
             for member in tar_members(file.range, 0, stop):
                 has_end |= member is None
@@ -292,7 +292,7 @@ class ZipFormat(ArchiveFormat):
         stops = [*(info.header_offset for info in infos[1:]), end]
         by_name = {info.filename: info for info in infos}
         members = (
-            Member(info.filename, info.header_offset, info.header_offset, stop)
+            ArchivedFile(info.filename, info.header_offset, info.header_offset, stop)
             for info, stop in zip(infos, stops, strict=True)
             if not info.is_dir()
         )

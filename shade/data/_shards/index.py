@@ -1,8 +1,9 @@
 """The index of shards: where each sample lies. Made once, in parallel, and kept on disk.
 
-A *data shard* (here: a shard) is a file that holds many samples. A *piece* is a range of a shard that its format reads at once: one sample
-of a tar, a row group of a Parquet file. So one rule fits all formats: a sample is a row of a piece, and a piece is a
-range of a shard. `ShardFormat` finds the pieces of a shard (`ShardFormat.scan`), and makes samples of a piece's bytes.
+A *data shard* (here: a shard) is a file that holds many samples. A *piece* is a range of a shard that its format reads
+at once: one sample of a tar, a row group of a Parquet file. So one rule fits all formats: a sample is a row of a piece,
+and a piece is a range of a shard. `ShardFormat` finds the pieces of a shard (`ShardFormat.scan`), and makes samples of
+a piece's bytes.
 
 Each shard's index is a file of its own, named after the shard, with a checksum; so ranks and jobs that share the folder
 share the work, and one more shard costs one more scan. It holds what the shard's server or file system says of it: the
@@ -15,9 +16,11 @@ it was when its index was made, or the shard is refused.
 
 from __future__ import annotations
 
+import bisect
 import fcntl
 import importlib.util
 import io
+import itertools
 import json
 import logging
 import os
@@ -230,12 +233,16 @@ class RangeParts:
     """Ranges of one shard that were read, some of them together."""
 
     def __init__(self, parts: Sequence[tuple[int, Any]]) -> None:
-        self._parts = [(start, memoryview(content)) for start, content in parts]
+        """Takes each range's start and content, in order."""
+        self._starts = [start for start, _ in parts]
+        self._contents = [memoryview(content) for _, content in parts]
 
     def range(self, start: int, stop: int) -> memoryview:
         """Returns the bytes ``start`` … ``stop``; raises EOFError if they were not read."""
-        for begin, content in self._parts:
-            if begin <= start and stop <= begin + len(content):
+        number = bisect.bisect_right(self._starts, start) - 1
+        if number >= 0:
+            begin, content = self._starts[number], self._contents[number]
+            if stop <= begin + len(content):
                 return content[start - begin : stop - begin]
         raise EOFError(f"the bytes {start} … {stop} were not read")
 
@@ -273,7 +280,7 @@ class ShardIndex:
             scans = dict(zip(order, made, strict=True))
         self.scans = [scans[number] for number in range(len(entries))]
         """The pieces of each shard."""
-        self.samples_S = np.cumsum([0, *(int(scan.rows_P.sum()) for scan in self.scans)], dtype=np.int64)
+        self.first_samples = [0, *itertools.accumulate(int(scan.rows_P.sum()) for scan in self.scans)]
         """The first sample of each shard, and the number of all samples at the end."""
         self._last_row_P = [
             None if len(scan.rows_P) == scan.rows_P.sum() else np.cumsum(scan.rows_P) for scan in self.scans
@@ -285,7 +292,7 @@ class ShardIndex:
         """Changes when a shard does."""
 
     def __len__(self) -> int:
-        return int(self.samples_S[-1])
+        return self.first_samples[-1]
 
     def path_of(self, shard: int) -> Path:
         """Returns the path of a shard's index."""
@@ -295,8 +302,8 @@ class ShardIndex:
 
     def place_of(self, index: int) -> tuple[int, int, int]:
         """Returns shard, piece and row of a sample."""
-        shard = int(np.searchsorted(self.samples_S, index, side="right")) - 1
-        row = index - int(self.samples_S[shard])
+        shard = bisect.bisect_right(self.first_samples, index) - 1
+        row = index - self.first_samples[shard]
         last_P = self._last_row_P[shard]
         if last_P is None:
             return shard, row, 0
@@ -307,7 +314,7 @@ class ShardIndex:
         """Returns the first sample of a piece."""
         last_P = self._last_row_P[shard]
         before = piece if last_P is None else int(last_P[piece - 1]) if piece else 0
-        return int(self.samples_S[shard]) + before
+        return self.first_samples[shard] + before
 
     def block_of(self, shard: int, piece: int) -> Block:
         """Returns the block of a piece."""

@@ -180,7 +180,7 @@ class Shards(Dataset[Any]):
     def name_of(self, index: int) -> str:
         """Returns a sample's place: its number in its shard, and the shard."""
         shard, _, _ = self._index.place_of(index)
-        row = index - int(self._index.samples_S[shard])
+        row = index - self._index.first_samples[shard]
         return f"sample {row} of {shown_place(self._index.entries[shard].url)}"
 
     def sample_source(self) -> ShardSource:

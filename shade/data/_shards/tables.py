@@ -14,6 +14,7 @@ import importlib
 import io
 import json
 import struct
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -90,8 +91,9 @@ class ArrowRows(ShardFormat):
             scan.parsed[chosen] = _pyarrow().schema(kept)
         return scan.parsed[chosen]
 
+    @abstractmethod
     def _whole_schema(self, scan: ShardScan) -> Any:
-        raise NotImplementedError
+        """Returns the schema of a shard."""
 
 
 def _row_payloads(batch: Any, rows: Sequence[int] | None) -> list[bytes]:

@@ -19,7 +19,7 @@ from shade import ShadeDataset, ShadeSampler, Shards
 from shade.cache import breaker
 from shade.data._shards import index
 from shade.errors import DataError
-from tests.support.shards import COLUMNS, WRITERS, make_items, read_shards, write_shards
+from tests.support.shards import COLUMNS, REMOTE_KINDS, make_items, read_shards, write_shards
 from tests.support.storage_servers import BUCKET, S3Server
 from tests.support.web_server import WebServer, serving
 
@@ -62,7 +62,7 @@ def _epoch(dataset: ShadeDataset, sampler: ShadeSampler, expected: list[Any], wo
     assert sorted(seen) == list(range(NUM_SAMPLES))
 
 
-@pytest.mark.parametrize("kind", list(WRITERS))
+@pytest.mark.parametrize("kind", REMOTE_KINDS)
 def test_behind_a_web_server_samples_are_the_same(server: WebServer, tmp_path: Path, kind: str) -> None:
     urls, expected = _written(server, tmp_path, kind)
     shards = Shards(urls, COLUMNS)
@@ -72,7 +72,7 @@ def test_behind_a_web_server_samples_are_the_same(server: WebServer, tmp_path: P
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", list(WRITERS))
+@pytest.mark.parametrize("kind", REMOTE_KINDS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_with_a_disk_requests_are_a_fiftieth_of_the_samples(
     server: WebServer, tmp_path: Path, kind: str, workers: int

@@ -6,6 +6,8 @@ import importlib.util
 import io
 import itertools
 import json
+import os
+import shutil
 import struct
 import tarfile
 import zipfile
@@ -15,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from shade import Shards
 
 COLUMNS = ["bin", "cls"]
 PER_SHARD = 40
@@ -118,12 +122,34 @@ def read_mds(path: Path) -> list[Item]:
     return items
 
 
+def write_lmdb(path: Path, items: Sequence[Item]) -> None:
+    """Writes numbers as keys; as a new file, because a process opens one just once."""
+    import lmdb
+
+    new = f"{path}.new"
+    with lmdb.open(new, subdir=False, lock=False, map_size=1 << 24) as env, env.begin(write=True) as transaction:
+        for content, number in items:
+            transaction.put(b"%08d" % number, content)
+    os.replace(new, path)
+
+
+def read_lmdb(path: Path) -> list[Item]:
+    import lmdb
+
+    copied = shutil.copy(path, f"{path}.read")
+    with lmdb.open(copied, subdir=False, readonly=True, lock=False) as env, env.begin() as transaction:
+        items = [(bytes(value), int(key)) for key, value in transaction.cursor()]
+    os.unlink(copied)
+    return items
+
+
 WRITERS: dict[str, Callable[[Path, Sequence[Item]], None]] = {
     "tar": write_tar,
     "zip": write_zip,
     "parquet": write_parquet,
     "arrow": write_arrow,
     "mds": write_mds,
+    "lmdb": write_lmdb,
 }
 READERS: dict[str, Callable[[Path], list[Item]]] = {
     "tar": read_tar,
@@ -131,20 +157,32 @@ READERS: dict[str, Callable[[Path], list[Item]]] = {
     "parquet": read_parquet,
     "arrow": read_arrow,
     "mds": read_mds,
+    "lmdb": read_lmdb,
 }
-ARROW_KINDS = ("parquet", "arrow")
+LIBRARIES = {"parquet": "pyarrow", "arrow": "pyarrow", "lmdb": "lmdb"}
+REMOTE_KINDS = [kind for kind in WRITERS if kind != "lmdb"]
+"""Formats that are read behind a URL."""
 
 
 def write_shards(folder: Path, kind: str, items: Sequence[Item], per_shard: int = PER_SHARD) -> list[Path]:
     """Writes shards of a format; skips the test where its library is not installed."""
-    if kind in ARROW_KINDS and importlib.util.find_spec("pyarrow") is None:
-        pytest.skip("pyarrow is not installed; pip install pyarrow")
+    library = LIBRARIES.get(kind)
+    if library is not None and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed; pip install {library}")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for first in range(0, len(items), per_shard):
         paths.append(folder / f"{first // per_shard:03d}.{kind}")
         WRITERS[kind](paths[-1], items[first : first + per_shard])
     return paths
+
+
+def open_shards(shards: Any, **options: Any) -> Shards:
+    """Opens shards of any format, so that a sample is an `Item`."""
+    first = shards[0] if isinstance(shards, list) else shards
+    if str(first).endswith("lmdb"):
+        return Shards(shards, ["value", "__key__"], decode={"__key__": int}, **options)
+    return Shards(shards, COLUMNS, **options)
 
 
 def read_shards(paths: Sequence[Path]) -> list[Item]:

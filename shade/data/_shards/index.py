@@ -180,8 +180,6 @@ class ShardFormat(ABC):
 
     keeps_rows: bool = False
     """Whether reading one row of a piece takes as long as reading all."""
-    maps: bool = False
-    """Whether a local shard is mapped into memory, because a row takes a small part of its piece."""
 
     library: str = ""
     """The package that reads it, if there is one, and what that package reads."""
@@ -204,17 +202,22 @@ class ShardFormat(ABC):
         start = int(scan.start_P[piece])
         return [(start, start + int(scan.length_P[piece]))]
 
+    def opened(self, path: str) -> Any:
+        """Returns what `payloads` takes in place of ranges that were read, of a local shard that is mapped into memory;
+        None for a format that is read. Asked for each batch."""
+        return None
+
     @abstractmethod
     def payloads(
         self,
         scan: ShardScan,
         piece: int,
-        parts: RangeParts,
+        parts: Any,
         columns: Sequence[str] | None,
         rows: Sequence[int] | None,
     ) -> list[bytes]:
-        """Returns the payloads of some rows of a piece, or of all. Raises UnlikeIndexError if its bytes are not what
-        the index says."""
+        """Returns the payloads of some rows of a piece, or of all. ``parts`` are `RangeParts`, or what `opened`
+        returned. Raises UnlikeIndexError if its bytes are not what the index says."""
 
     @abstractmethod
     def row(self, scan: ShardScan, payload: Any, columns: Sequence[str] | None) -> dict[str, Any]:

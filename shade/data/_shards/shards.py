@@ -54,15 +54,17 @@ Piece: TypeAlias = "tuple[int, int]"
 class _Read(NamedTuple):
     """What was read of some pieces."""
 
-    parts: dict[int, RangeParts]
-    """The ranges, by shard."""
+    parts: dict[int, Any]
+    """The ranges, by shard, or what its format opened."""
     failures: dict[Piece, OSError]
     num_requests: int
     num_bytes: int
+    is_mapped: bool = False
+    """Whether shards are in memory, so that no range was read."""
 
 
 class Shards(Dataset[Any]):
-    """Samples in shards: WebDataset's tars, zips, Parquet, Arrow files of Hugging Face, MDS; read where they lie.
+    """Samples in shards, read where they lie: WebDataset's tars, zips, Parquet, Arrow of Hugging Face, MDS, LMDB.
 
     A sample is the value of one column, a tuple of several, or a dict of all. A column of an archive is an extension,
     such as ``jpg``, or ``seg.png``; pictures come as RGB images, ``cls`` as an int, ``json``, ``txt`` and ``npy``
@@ -302,18 +304,14 @@ class Shards(Dataset[Any]):
                 length = int(self._index.scans[piece[0]].rows_P[piece[1]]) if wanted is None else len(wanted)
                 yield piece, [read.failures[piece]] * length
                 continue
-            keeps = self._format.keeps_rows and not self._is_mapped and wanted is not None
+            keeps = self._format.keeps_rows and not read.is_mapped and wanted is not None
             payloads = self._payloads(piece, read.parts[piece[0]], None if keeps else wanted)
             if keeps:
                 self._remember(piece, payloads)
                 payloads = [payloads[row] for row in wanted or ()]
             yield piece, payloads
 
-    @property
-    def _is_mapped(self) -> bool:
-        return self._format.maps and not is_url(self._index.entries[0].url)
-
-    def _payloads(self, piece: Piece, parts: RangeParts, rows: list[int] | None) -> list[bytes]:
+    def _payloads(self, piece: Piece, parts: Any, rows: list[int] | None) -> list[bytes]:
         shard, number = piece
         scan = self._index.scans[shard]
         try:
@@ -335,10 +333,11 @@ class Shards(Dataset[Any]):
         by_shard = collections.defaultdict[int, list[Piece]](list)
         for piece in pieces:
             by_shard[piece[0]].append(piece)
-        if self._is_mapped:
-            self._index.check(list(by_shard))
-            mapped = {shard: _mapped(entries[shard].url) for shard in by_shard}
-            return _Read(mapped, {}, sum(map(len, by_shard.values())), 0)
+        if not is_url(entries[0].url):
+            opened = {shard: self._format.opened(entries[shard].url) for shard in by_shard}
+            if None not in opened.values():
+                self._index.check(list(by_shard))
+                return _Read(opened, {}, sum(map(len, by_shard.values())), 0, is_mapped=True)
         places, owners = list[ByteRange](), list[int]()
         for shard, each in by_shard.items():
             ranges = [r for _, piece in each for r in self._format.ranges(scans[shard], piece, self._columns)]
@@ -440,10 +439,6 @@ class ShardSource(NearSource):
         self._shards.close()
 
 
-def _mapped(path: str) -> RangeParts:
-    return RangeParts([(0, np.memmap(path, dtype=np.uint8, mode="r"))])
-
-
 def _not_counted(num_reads: int, num_bytes: int) -> None:
     """Stands for a counter where nothing counts."""
 
@@ -494,7 +489,7 @@ def _suffix(url: str) -> str:
 
 
 def _is_shard(url: str) -> bool:
-    return _suffix(url) in FORMATS
+    return _suffix(url) in FORMATS and not url.endswith("lock.mdb")
 
 
 def _suffix_of(urls: Sequence[str]) -> str:

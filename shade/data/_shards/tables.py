@@ -169,7 +169,7 @@ class ParquetFormat(ArrowRows):
         self,
         scan: ShardScan,
         piece: int,
-        parts: RangeParts,
+        parts: Any,
         columns: Sequence[str] | None,
         rows: Sequence[int] | None,
     ) -> list[bytes]:
@@ -202,7 +202,10 @@ class ArrowFormat(ArrowRows):
     """Arrow's IPC files and streams, which Hugging Face's ``datasets`` keeps. A local one is mapped into memory."""
 
     keeps_rows = True
-    maps = True
+
+    @override
+    def opened(self, path: str) -> Any:
+        return RangeParts([(0, np.memmap(path, dtype=np.uint8, mode="r"))])
 
     @override
     def scan(self, file: ShardFile) -> ShardScan:
@@ -256,7 +259,7 @@ class ArrowFormat(ArrowRows):
         self,
         scan: ShardScan,
         piece: int,
-        parts: RangeParts,
+        parts: Any,
         columns: Sequence[str] | None,
         rows: Sequence[int] | None,
     ) -> list[bytes]:
@@ -369,7 +372,7 @@ class MDSFormat(ShardFormat):
         self,
         scan: ShardScan,
         piece: int,
-        parts: RangeParts,
+        parts: Any,
         columns: Sequence[str] | None,
         rows: Sequence[int] | None,
     ) -> list[bytes]:

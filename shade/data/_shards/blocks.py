@@ -39,6 +39,8 @@ _REST_SECONDS: Final = 30.0
 """A disk that failed is left alone for so long."""
 _ROOM: Final = 0.95
 """The part of the capacity that is planned with; sizes are estimates."""
+_MOST_BYTES: Final = 1 << 32
+"""An entry has room for payloads that are shorter."""
 _LOCK_STRIDE: Final = 1 << 24
 Block: TypeAlias = "tuple[int, int]"
 """A shard, and the number of a part of `BLOCK_BYTES` of it."""
@@ -114,6 +116,7 @@ class BlockTier:
 
     def keep(self, payloads: Mapping[int, bytes]) -> None:
         """Writes samples, as far as there is room."""
+        payloads = {index: payload for index, payload in payloads.items() if len(payload) < _MOST_BYTES}
         names = self._keys.many(list(payloads))
         sealed = (seal(index, payload, FORMAT_ITEM) for index, payload in payloads.items())
         entries = dict(zip(names, sealed, strict=True))
@@ -146,8 +149,10 @@ class BlockTier:
             return True
 
     def release(self, block: Block) -> None:
-        """Frees a block's lock."""
+        """Frees a block's lock. Safe to call twice."""
         with self._changing:
+            if block not in self._taken:
+                return
             fcntl.lockf(self._lock_file, fcntl.LOCK_UN, 1, block[0] * _LOCK_STRIDE + block[1])
             self._taken.discard(block)
 

@@ -49,8 +49,9 @@ from shade.registry import Registry
 
 logger = logging.getLogger("shade.data")
 
-CHECK_SECONDS: Final = 10.0
-"""A shard behind a URL is compared with its index again after so many seconds; a local one at each read."""
+CHECK_SECONDS: Final = 900.0
+"""A shard behind a URL is compared with its index again when it is read after so many seconds, because that takes a
+request; a local one at each read."""
 _VERSION: Final = 1
 _MAGIC: Final = b"shade-shard-index"
 _DIGEST: Final = struct.Struct("<Q")
@@ -275,7 +276,7 @@ class ShardIndex:
         self.entries, self._folder, self._options = list(entries), folder, dict(options or {})
         os.makedirs(folder, exist_ok=True)
         # Ranks begin at different shards, and find the others' work done.
-        self._checked: dict[int, float] = {}
+        self._checked = dict.fromkeys(range(len(entries)), time.monotonic())
         first = os.getpid() % len(entries)
         order = [*range(first, len(entries)), *range(first)]
         with ThreadPoolExecutor(min(_SCANNERS, len(entries))) as pool:
@@ -334,17 +335,20 @@ class ShardIndex:
         for shard in shards:
             entry = self.entries[shard]
             if is_url(entry.url):
-                if time.monotonic() < self._checked.get(shard, 0.0):
+                if time.monotonic() < self._checked[shard] + CHECK_SECONDS:
                     continue
-                self._checked[shard] = time.monotonic() + CHECK_SECONDS
-            (now,) = describe_shards([entry.url], self._options)
-            if now != entry:
-                raise self._changed(shard, entry, now)
+                self._checked[shard] = time.monotonic()
+            self._compare(shard)
+
+    def _compare(self, shard: int) -> None:
+        entry = self.entries[shard]
+        (now,) = describe_shards([entry.url], self._options)
+        if now != entry:
+            raise self._changed(shard, entry, now)
 
     def mismatch(self, shard: int, at: int, words: str) -> DataError:
         """Returns the error of a piece that is not what the index says. Raises DataError if the shard has changed."""
-        self._checked.pop(shard, None)
-        self.check([shard])
+        self._compare(shard)
         path = self.path_of(shard)
         return DataError.of(
             f"the sample of its index at byte {at} of {shown_place(self.entries[shard].url)}",
@@ -377,7 +381,7 @@ class ShardIndex:
                 raise DataError.of(
                     f"to read {shown_place(entry.url)}", without_login(str(error), entry.url), "restore the shard"
                 ) from error
-            self.check([shard])  # it may have changed while it was scanned
+            self._compare(shard)  # it may have changed while it was scanned
             with replacing(path) as partial_path:
                 partial_path.write_bytes(
                     scan.to_bytes({"url": entry.url, "bytes": entry.num_bytes, "is": entry.version})

@@ -261,23 +261,25 @@ class Shards(Dataset[Any]):
         return found | self._blocks.look_up([index for block in busy for index in wanted[block]])
 
     def _bring(self, blocks: Sequence[Block], wanted: set[int], count: CountOrigin) -> dict[int, Any]:
-        """Reads some blocks at a time, and keeps the samples of each as soon as it has come."""
+        """Reads some blocks at a time, keeps the samples of each as soon as it has come, and frees its lock."""
         assert self._blocks is not None
         found = dict[int, Any]()
-        waiting = [{(block[0], piece): None for piece in self._index.pieces_of(block)} for block in reversed(blocks)]
-        under_way: collections.deque[tuple[dict[Piece, None], Future[_Read]]] = collections.deque()
+        waiting = list(reversed(blocks))
+        under_way: collections.deque[tuple[Block, dict[Piece, None], Future[_Read]]] = collections.deque()
         with ThreadPoolExecutor(_BLOCKS_AT_ONCE) as pool:
             while waiting or under_way:
                 while waiting and len(under_way) < _BLOCKS_AT_ONCE:
-                    pieces = waiting.pop()
-                    under_way.append((pieces, pool.submit(self._ranges, pieces)))
-                pieces, future = under_way.popleft()
+                    block = waiting.pop()
+                    pieces = {(block[0], piece): None for piece in self._index.pieces_of(block)}
+                    under_way.append((block, pieces, pool.submit(self._ranges, pieces)))
+                block, pieces, future = under_way.popleft()
                 for (shard, piece), payloads in self._made(pieces, future.result(), count):
                     first = self._index.first_sample(shard, piece)
                     samples = {first + row: each for row, each in enumerate(payloads) if not isinstance(each, OSError)}
                     if samples:
                         self._blocks.keep(samples)
                     found |= {index: each for index, each in samples.items() if index in wanted}
+                self._blocks.release(block)
         return found
 
     def _pieces(

@@ -24,7 +24,7 @@ from torch import default_generator
 
 from shade.cache.cache import SampleCache
 from shade.data._dataset.content import fingerprints_in, innermost_transform
-from shade.data._dataset.source import NearSource, PreparedSource, SampleSource
+from shade.data._dataset.source import PreparedSource, SampleSource, read_nearest
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of
@@ -217,14 +217,10 @@ class BatchReader:
         """Reads what no cache has; adds the samples that the source had near to ``near``."""
         assert self._cache is not None
         source = self._source
-        if isinstance(source, NearSource):
-            found = source.read_near(absent)
+        payloads, found = read_nearest(source, absent, self._cache.count_origin)
+        if found:
             self._cache.count_near(len(found), sum(map(len, found.values())))
             near.update(found)
-            rest = [index for index in absent if index not in found]
-            found |= zip(rest, source.read_many(rest, self._cache.count_origin) if rest else (), strict=True)
-            return [found[index] for index in absent]
-        payloads = source.read_many(absent, self._cache.count_origin)
         if isinstance(source, PreparedSource):
             begun = time.perf_counter_ns()
             stays = [True] * len(absent) if source.prepares_all else self._cache.will_keep(absent).tolist()

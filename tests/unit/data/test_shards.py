@@ -445,6 +445,20 @@ def test_the_disk_serves_later_epochs_and_jobs_without_the_shards(tmp_path: Path
     again.close()
 
 
+def test_a_prefix_reads_shards_in_batches_and_its_results_are_cached(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "shards", "tar", make_items(200))
+    expected = read_shards(paths)
+    shards = open_shards(paths, disk=f"{tmp_path}/disk?capacity=10MiB")
+    dataset = ShadeDataset(shards, "memory://", working_set_fraction=1.0, prefix=len)
+    for _ in range(2):
+        found = dataset.__getitems__(range(200))
+        assert found == [(len(content), number, number) for content, number in expected]
+    counts = dataset.stats()
+    assert counts["hits"] == counts["misses"] == 200
+    assert len(paths) <= counts["origin_reads"] <= 16 + len(paths)
+    dataset.close()
+
+
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
 def test_a_small_disk_keeps_a_part_of_the_blocks(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)

@@ -252,7 +252,7 @@ class TarFormat(ArchiveFormat):
             found = list(grouped(tar_members(lambda at, end: content[at:end], 0, len(content)), ""))
         except ValueError as error:
             raise UnlikeIndexError(f"{error} of the piece") from error
-        if len(found) != 1 or _proof(found[0][0]) != scan.proof_P[piece]:
+        if len(found) != 1 or _proof(found[0][0]) != int(scan.proof_P[piece]):
             raise UnlikeIndexError(f"{', '.join(key for key, _ in found) or 'no sample'}")
         ((key, files),) = found
         item: dict[str, Any] = {KEY: key}

@@ -142,7 +142,8 @@ class ShardScan:
     def to_bytes(self, header: dict[str, Any]) -> bytes:
         """Returns the content of an index file."""
         arrays = [_packed(each) for each in (self.start_P, self.length_P, self.rows_P, self.proof_P)]
-        header |= {"lengths": [[str(each.dtype), len(each)] for each in arrays], "columns": self.columns}
+        header |= {"arrays": [[str(each.dtype), len(each)] for each in arrays], "pieces": len(self.start_P)}
+        header["columns"] = self.columns
         text = json.dumps(header).encode()
         content = b"".join([_MAGIC, _DIGEST.pack(len(text)), text, *(each.tobytes() for each in arrays), self.extra])
         return content + _DIGEST.pack(xxhash.xxh3_64_intdigest(content))
@@ -157,10 +158,10 @@ class ShardScan:
         (length,) = _DIGEST.unpack_from(content, len(_MAGIC))
         header = json.loads(content[at : at + length])
         at, arrays = at + length, []
-        for dtype, num in header["lengths"]:
+        for dtype, num in header["arrays"]:
             arrays.append(np.frombuffer(content, dtype, num, at))
             at += arrays[-1].nbytes
-        num_pieces = len(arrays[0])
+        num_pieces = header["pieces"]
         # A constant takes no memory.
         arrays = [each if len(each) == num_pieces else np.broadcast_to(each, num_pieces) for each in arrays]
         start_P, length_P, rows_P, proof_P = arrays
@@ -262,6 +263,7 @@ class ShardIndex:
         options: For fsspec.
 
     Raises:
+        ConfigError: The folder cannot be made.
         DataError: A shard is truncated, or is not what it was when its index was made, or cannot be read.
     """
 
@@ -274,7 +276,11 @@ class ShardIndex:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.entries, self._folder, self._options = list(entries), folder, dict(options or {})
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            cure = f"name another one: index= ({error.strerror})"
+            raise ConfigError.of("a folder for the index that this user may make", folder, cure) from error
         # Ranks begin at different shards, and find the others' work done.
         self._checked = dict.fromkeys(range(len(entries)), time.monotonic())
         first = os.getpid() % len(entries)
@@ -327,7 +333,8 @@ class ShardIndex:
     def pieces_of(self, block: Block) -> list[int]:
         """Returns the pieces of a block."""
         shard, number = block
-        found: list[int] = np.flatnonzero(self.scans[shard].start_P // BLOCK_BYTES == number).tolist()
+        start_P = self.scans[shard].start_P.astype(np.int64)
+        found: list[int] = np.flatnonzero(start_P // BLOCK_BYTES == number).tolist()
         return found
 
     def check(self, shards: Sequence[int]) -> None:

@@ -308,6 +308,8 @@ class Shards(Dataset[Any]):
                 continue
             keeps = self._format.keeps_rows and not read.is_mapped and wanted is not None
             payloads = self._payloads(piece, read.parts[piece[0]], None if keeps else wanted)
+            if read.is_mapped:
+                count(0, sum(map(len, payloads)))
             if keeps:
                 self._remember(piece, payloads)
                 payloads = [payloads[row] for row in wanted or ()]
@@ -323,6 +325,8 @@ class Shards(Dataset[Any]):
 
     def _remember(self, piece: Piece, payloads: list[bytes]) -> None:
         with self._keeping:
+            if piece in self._recent:  # another thread read it too
+                return
             self._recent[piece] = payloads
             self._recent_bytes += sum(map(len, payloads))
             while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
@@ -378,20 +382,21 @@ class Shards(Dataset[Any]):
             counts[0] += num_reads
             counts[1] += num_bytes
 
-        index = self._index
+        scans = self._index.scans
         if self._format.keeps_rows:
-            places = [(shard, piece) for shard, scan in enumerate(index.scans) for piece in range(len(scan.start_P))]
+            places = [(shard, piece) for shard, scan in enumerate(scans) for piece in range(len(scan.start_P))]
             chosen = {places[int(at)] for at in np.linspace(0, len(places) - 1, min(_PROBED_PIECES, len(places)))}
-            lengths = [len(e) for _, each in self._pieces(dict.fromkeys(sorted(chosen)), count) for e in each]
-            return np.full(len(self), max(lengths), dtype=np.int64), *counts  # type: ignore[return-value]
-        length_N = self._length_N()
-        probes = sorted({int(at) for at in np.linspace(0, len(self) - 1, min(_PROBES, len(self)))})
-        payloads = self.read(probes, count)
-        ratio = max(
-            (len(each) / length_N[at] for at, each in zip(probes, payloads, strict=True) if isinstance(each, bytes)),
-            default=1.0,
-        )
-        return np.ceil(length_N * ratio).astype(np.int64), *counts  # type: ignore[return-value]
+            found = [each for _, payloads in self._pieces(dict.fromkeys(sorted(chosen)), count) for each in payloads]
+            size_N = np.full(len(self), max(_lengths(found)), dtype=np.int64)
+        else:
+            # An archive's payload lacks headers and columns that were not chosen; that of a key and a value has more.
+            length_N = self._length_N()
+            probes = sorted({int(at) for at in np.linspace(0, len(self) - 1, min(_PROBES, len(self)))})
+            payload_P = _lengths(self.read(probes, count))
+            part = float((payload_P / np.maximum(length_N[probes], 1)).max())
+            more = int((payload_P - length_N[probes]).max())
+            size_N = np.ceil(length_N * min(1.0, part)).astype(np.int64) + max(0, more)
+        return size_N, *counts  # type: ignore[return-value]
 
     def _length_N(self) -> npt.NDArray[np.int64]:
         """Returns the bytes of each sample's piece, of a format with one sample a piece."""
@@ -439,6 +444,15 @@ class ShardSource(NearSource):
     @override
     def close(self) -> None:
         self._shards.close()
+
+
+def _lengths(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """Returns the lengths of payloads, 0 for one that could not be read; raises DataError if none could."""
+    errors = [each for each in payloads if isinstance(each, Exception)]
+    if len(errors) == len(payloads):
+        cure = f"all of {len(errors)} probed are not; check the shards and the login"
+        raise DataError.of("a readable sample", f"{type(errors[0]).__name__}: {errors[0]}", cure) from errors[0]
+    return np.array([0 if isinstance(each, Exception) else len(each) for each in payloads], dtype=np.int64)
 
 
 def _not_counted(num_reads: int, num_bytes: int) -> None:

@@ -420,6 +420,11 @@ def test_a_folder_of_lmdb_and_what_it_cannot_be(tmp_path: Path) -> None:
         transaction.put("zwö".encode(), b"2" * 100_000)
     shards = Shards(tmp_path / "base")  # beside its lock.mdb
     assert list(shards) == [{"__key__": "one", "value": b"1"}, {"__key__": "zwö", "value": b"2" * 100_000}]  # type: ignore[call-overload]
+    with lmdb.open(str(tmp_path / "empty"), map_size=1 << 24) as env, env.begin(write=True) as transaction:
+        for key in (b"a", b"b", b"c"):
+            transaction.put(key, b"")
+    for _ in range(2):  # with a new index, and with a kept one
+        assert list(Shards(tmp_path / "empty", ["__key__", "value"])) == [("a", b""), ("b", b""), ("c", b"")]  # type: ignore[call-overload]
     fsspec.filesystem("memory").pipe_file("/base/data.mdb", b"1")
     with pytest.raises(ConfigError, match=r"an LMDB file on this machine.*copy it to a local disk"):
         Shards("memory://base/data.mdb")
@@ -528,6 +533,29 @@ def test_only_the_chosen_columns_of_a_parquet_file_are_read(tmp_path: Path) -> N
     Shards(tmp_path / "a.parquet", "text").read(range(60), count)
     assert counted[0] == 3
     assert counted[1] < 2000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sizes_are_estimated_the_same_with_a_cold_and_a_warm_disk(tmp_path: Path, kind: str) -> None:
+    """Ranks must plan with the same sizes."""
+    paths = write_shards(tmp_path / "shards", kind, make_items(NUM_SAMPLES))
+    sizes, lengths = [], np.array([len(content) for content, _ in read_shards(paths)])
+    for disk in (None, f"{tmp_path}/disk?capacity=10MiB", f"{tmp_path}/disk?capacity=10MiB"):
+        shards = open_shards(paths, disk=disk)
+        sizes.append(shards.probe()[0])
+        shards.close()
+    assert np.array_equal(sizes[0], sizes[1])
+    assert np.array_equal(sizes[0], sizes[2])
+    assert (sizes[0] >= lengths).all()
+    assert sizes[0].mean() < 6 * lengths.mean()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "shards", "tar", make_items(10))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"a folder for the index.*name another one: index="):
+        Shards(paths, index=tmp_path / "file" / "index")
+    assert len(Shards(paths, index=tmp_path / "other")) == 10  # the cure
 
 
 def test_neighbours_are_read_together(tmp_path: Path) -> None:

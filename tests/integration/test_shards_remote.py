@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import time
@@ -151,3 +152,32 @@ def test_shards_in_a_bucket(s3: S3Server, tmp_path: Path, kind: str, monkeypatch
     shards.close()
     for path in paths:
         bucket.rm(f"{BUCKET}/{path.name}")
+
+
+def _take_and_die(shards: Shards, taken: Any, may_die: Any) -> None:
+    tier: Any = shards._blocks
+    assert tier.keeps((0, 0))
+    assert tier.take((0, 0))
+    taken.set()
+    may_die.wait(60)
+    os._exit(1)
+
+
+@pytest.mark.multiprocess
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "shards", "tar", make_items(40))
+    shards = Shards(paths, COLUMNS, disk=f"{tmp_path}/disk?capacity=10MiB")
+    tier: Any = shards._blocks
+    context = multiprocessing.get_context("spawn")
+    taken, may_die = context.Event(), context.Event()
+    other = context.Process(target=_take_and_die, args=(shards, taken, may_die))
+    other.start()
+    assert taken.wait(60)
+    assert not tier.take((0, 0))
+    assert tier.take((0, 1))  # another block is free
+    tier.release((0, 1))
+    may_die.set()
+    tier.wait((0, 0))
+    assert shards.__getitems__(range(40)) == read_shards(paths)
+    other.join()
+    shards.close()

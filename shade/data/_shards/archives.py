@@ -287,7 +287,7 @@ class ZipFormat(ArchiveFormat):
     def scan(self, file: ShardFile) -> ShardScan:
         name = file.entry.url
         try:
-            with zipfile.ZipFile(file) as archive:
+            with zipfile.ZipFile(file.as_file()) as archive:
                 infos, end = archive.infolist(), archive.start_dir
         except zipfile.BadZipFile as error:
             raise DataError.of(f"{shown_place(name)} to be a whole zip", str(error), "copy it again") from error
@@ -384,7 +384,7 @@ class _Environment:
 
     @classmethod
     def of(cls, path: str) -> _Environment:
-        """Returns the file, opened once a process, because LMDB allows no more; anew if another file took its place."""
+        """Returns the file, opened once a process, as LMDB demands; anew if another file took its place."""
         status = os.stat(path)
         key = os.getpid(), status.st_ino, status.st_size, status.st_mtime_ns
         known, found = cls._by_path.get(path, (None, None))

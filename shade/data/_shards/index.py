@@ -65,14 +65,12 @@ class UnlikeIndexError(ValueError):
     """A piece is not what its index says; the message says what it is."""
 
 
-class ShardFile(io.RawIOBase):
-    """A shard as a file that is read through a window: each request brings the next bytes too."""
+class RangeFile(io.RawIOBase):
+    """A file of so many bytes, made of what reads a range of it. Closing it closes nothing else."""
 
-    def __init__(self, origin: FileOrigin, entry: Entry) -> None:
+    def __init__(self, num_bytes: int, read_range: Callable[[int, int], Any]) -> None:
         super().__init__()
-        self._origin, self.entry, self._at = origin, entry, 0
-        self._window_bytes = _REMOTE_WINDOW_BYTES if is_url(entry.url) else _LOCAL_WINDOW_BYTES
-        self._start, self._window = 0, b""
+        self._num_bytes, self._read_range, self._at = num_bytes, read_range, 0
 
     @override
     def readable(self) -> bool:
@@ -84,7 +82,7 @@ class ShardFile(io.RawIOBase):
 
     @override
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.entry.num_bytes}[whence]
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._num_bytes}[whence]
         return self._at
 
     @override
@@ -93,16 +91,23 @@ class ShardFile(io.RawIOBase):
 
     @override
     def read(self, size: int = -1) -> bytes:
-        stop = self.entry.num_bytes if size < 0 else min(self._at + size, self.entry.num_bytes)
-        content = self.range(self._at, max(stop, self._at))
+        stop = self._num_bytes if size < 0 else min(self._at + size, self._num_bytes)
+        content = bytes(self._read_range(self._at, stop)) if stop > self._at else b""
         self._at += len(content)
         return content
 
-    @override
-    def readinto(self, buffer: Any) -> int:
-        content = self.read(len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
+
+class ShardFile:
+    """A shard that is read through a window: each request brings the next bytes too."""
+
+    def __init__(self, origin: FileOrigin, entry: Entry) -> None:
+        self._origin, self.entry = origin, entry
+        self._window_bytes = _REMOTE_WINDOW_BYTES if is_url(entry.url) else _LOCAL_WINDOW_BYTES
+        self._start, self._window = 0, b""
+
+    def as_file(self) -> RangeFile:
+        """Returns the shard for a library that reads files."""
+        return RangeFile(self.entry.num_bytes, self.range)
 
     def range(self, start: int, stop: int) -> bytes:
         """Returns the bytes ``start`` … ``stop``; raises OSError."""

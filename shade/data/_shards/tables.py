@@ -23,7 +23,7 @@ from PIL import Image
 from typing_extensions import override
 
 from shade.data._shards.archives import decoded_text
-from shade.data._shards.index import FORMATS, RangeParts, ShardFile, ShardFormat, ShardScan, UnlikeIndexError
+from shade.data._shards.index import FORMATS, RangeFile, RangeParts, ShardFile, ShardFormat, ShardScan, UnlikeIndexError
 from shade.errors import DataError, shown_place
 
 _SCHEMA_MESSAGE, _DICTIONARY_MESSAGE, _BATCH_MESSAGE = 1, 2, 3
@@ -33,38 +33,6 @@ _CONTINUED: Final = b"\xff\xff\xff\xff"
 
 def _pyarrow(module: str = "pyarrow") -> Any:
     return importlib.import_module(module)
-
-
-class _RangesFile(io.RawIOBase):
-    """A shard as a file of which only some ranges are there."""
-
-    def __init__(self, parts: RangeParts, num_bytes: int) -> None:
-        super().__init__()
-        self._parts, self._num_bytes, self._at = parts, num_bytes, 0
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
-
-    @override
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        return self._at
-
-    @override
-    def tell(self) -> int:
-        return self._at
-
-    @override
-    def read(self, size: int = -1) -> bytes:
-        stop = self._num_bytes if size < 0 else self._at + size
-        content = bytes(self._parts.range(self._at, stop))
-        self._at = stop
-        return content
 
 
 class ArrowRows(ShardFormat):
@@ -136,7 +104,7 @@ class ParquetFormat(ArrowRows):
             footer = io.BytesIO(b"PAR1" + scan.extra[8:])
             scan.parsed = {"metadata": parquet.read_metadata(footer)}
             (num_bytes,) = struct.unpack("<Q", scan.extra[:8])
-            nothing = _RangesFile(RangeParts([(num_bytes - len(scan.extra) + 8, scan.extra[8:])]), num_bytes)
+            nothing = RangeFile(num_bytes, RangeParts([(num_bytes - len(scan.extra) + 8, scan.extra[8:])]).range)
             schema = parquet.ParquetFile(nothing, metadata=scan.parsed["metadata"]).schema_arrow
             scan.parsed["schema"] = _plain(schema.remove_metadata())
         return scan.parsed["metadata"]
@@ -176,7 +144,7 @@ class ParquetFormat(ArrowRows):
         metadata, schema = self._metadata(scan), self._schema(scan, columns)
         (num_bytes,) = struct.unpack("<Q", scan.extra[:8])
         try:
-            file = _pyarrow("pyarrow.parquet").ParquetFile(_RangesFile(parts, num_bytes), metadata=metadata)
+            file = _pyarrow("pyarrow.parquet").ParquetFile(RangeFile(num_bytes, parts.range), metadata=metadata)
             table = file.read_row_group(piece, columns=schema.names, use_threads=False).replace_schema_metadata(None)
             table = table.select(schema.names).cast(schema)
         except (OSError, EOFError, ValueError) as error:  # pyarrow's own are of these kinds

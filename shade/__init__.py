@@ -24,6 +24,7 @@ __all__ = [
     "ShadeDataset",
     "ShadeLoader",
     "ShadeSampler",
+    "Shards",
     "SparseAdam",
     "SparseAdamW",
     "SparseSGD",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         init_dash,
     )
     from shade.data import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler
+    from shade.data._shards.shards import Shards
     from shade.gradient import DiLoCo, ElasticEngine, GradientEngine, LocalSGD, Membership, SparseState, sparse_hook
     from shade.gradient.optim import LocalAdam, LocalAdamW, SparseAdam, SparseAdamW, SparseSGD
     from shade.policy.simulator import simulate
@@ -79,6 +81,7 @@ else:
                 "init_dash",
             ],
             "shade.data": ["RemoteImageFolder", "ShadeDataset", "ShadeLoader", "ShadeSampler"],
+            "shade.data._shards.shards": ["Shards"],
             "shade.gradient": [
                 "DiLoCo",
                 "ElasticEngine",

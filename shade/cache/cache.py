@@ -364,6 +364,10 @@ class SampleCache:
         """Counts reads of the origin and their bytes; each reader of the origin calls it."""
         self.ledger.add(origin_reads=num_reads, origin_bytes=num_bytes)
 
+    def count_near(self, num_samples: int, num_bytes: int) -> None:
+        """Counts samples that are in no tier of this cache, and that their source had on this machine's disk."""
+        self.ledger.add(hits=num_samples, misses=-num_samples, disk_hits=num_samples, disk_bytes=num_bytes)
+
     def _probe_store(self) -> None:
         """Asks a question that is cheap and reaches several nodes of a cluster."""
         self.store.get_many([self.keys.counter_key(f"nothing-{number}") for number in range(_QUESTION_KEYS)])

@@ -1,7 +1,8 @@
 """What a script uses: `ShadeSampler` draws, `ShadeDataset` fetches through the cache, `ShadeLoader` loads.
 
 The private packages: `_sampler` draws an epoch and plans the cache; `_dataset` reads samples from their source;
-`_loader` is the pipeline of threads; `_decode` and `_transforms` turn files into pixels.
+`_shards` reads them in tars and tables; `_loader` is the pipeline of threads; `_decode` and `_transforms` turn files
+into pixels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ __all__ = [
     "ShadeDataset",
     "ShadeLoader",
     "ShadeSampler",
+    "Shards",
 ]
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from shade.data._dataset.source import RemoteImageFolder
     from shade.data._loader.loader import ShadeLoader
     from shade.data._sampler.sampler import ForgottenCallWarning, ShadeSampler
+    from shade.data._shards.shards import Shards
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -31,5 +34,6 @@ else:
             "shade.data._dataset.source": ["RemoteImageFolder"],
             "shade.data._loader.loader": ["ShadeLoader"],
             "shade.data._sampler.sampler": ["ForgottenCallWarning", "ShadeSampler"],
+            "shade.data._shards.shards": ["Shards"],
         },
     )

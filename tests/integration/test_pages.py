@@ -139,6 +139,7 @@ def test_a_page_does_what_it_shows(
     folder = tmp_path / "page"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     refresh = bool(os.environ.get("SHADE_REFRESH_PAGES"))
     PageRunner(path, folder, real, preamble, refresh=refresh).run()
 

@@ -29,11 +29,24 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         try:
             if fails > 0:
                 self.send_error(503)
+            elif "Range" in self.headers and server.serves_ranges:
+                self._send_range(self.headers["Range"])
             else:
                 super().do_GET()
         finally:
             with server.lock:
                 server.at_once -= 1
+
+    def _send_range(self, wanted: str) -> None:
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        with open(self.translate_path(self.path), "rb") as file:
+            file.seek(int(first))
+            content = file.read(int(last) + 1 - int(first))
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Range", f"bytes {first}-{last}/*")
+        self.end_headers()
+        self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet."""
@@ -51,6 +64,7 @@ class WebServer(http.server.ThreadingHTTPServer):
         self.reads: list[str] = []
         self.failures: dict[str, int] = {}
         self.at_once = self.most = 0
+        self.serves_ranges = True
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 

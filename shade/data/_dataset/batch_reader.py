@@ -14,6 +14,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import default_generator
 
 from shade.cache.cache import SampleCache
 from shade.data._dataset.content import fingerprints_in, innermost_transform
-from shade.data._dataset.source import PreparedSource, SampleSource
+from shade.data._dataset.source import PreparedSource, SampleSource, read_nearest
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of
@@ -184,7 +185,9 @@ class BatchReader:
         if self._cache is None:
             payloads, hits = self._source.read_many(list(indices), _not_counted), [False] * len(indices)
         else:
-            payloads, hits = self._cache.fetch_many(indices, self._read_origin)
+            near = set[int]()
+            payloads, hits = self._cache.fetch_many(indices, partial(self._read_origin, near))
+            hits = [hit or index in near for index, hit in zip(indices, hits, strict=True)] if near else hits
             if self._source.compares_hits:
                 self._compare_hits(indices, payloads, hits)
         if self._access_log is not None:
@@ -210,10 +213,14 @@ class BatchReader:
                     "items are random, move that into transform=, or pass version= to keep the first draw",
                 )
 
-    def _read_origin(self, absent: list[int]) -> list[Any]:
+    def _read_origin(self, near: set[int], absent: list[int]) -> list[Any]:
+        """Reads what no cache has; adds the samples that the source had near to ``near``."""
         assert self._cache is not None
         source = self._source
-        payloads = source.read_many(absent, self._cache.count_origin)
+        payloads, found = read_nearest(source, absent, self._cache.count_origin)
+        if found:
+            self._cache.count_near(len(found), sum(map(len, found.values())))
+            near.update(found)
         if isinstance(source, PreparedSource):
             begun = time.perf_counter_ns()
             stays = [True] * len(absent) if source.prepares_all else self._cache.will_keep(absent).tolist()

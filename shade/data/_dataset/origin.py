@@ -26,6 +26,7 @@ processor time a file, which is nothing beside the transfer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -35,7 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import fsspec
 
@@ -61,6 +62,20 @@ EASED = 0.65
 PATIENCE_WINDOWS = 8
 """Windows until a step down that did not help is tried again."""
 Result = bytes | OSError
+_MOST_OPEN = 128
+"""Files that stay open for the next range of them."""
+
+
+class ByteRange(NamedTuple):
+    """The bytes ``start`` … ``stop`` of a file, ``stop`` left out."""
+
+    path: str
+    start: int
+    stop: int
+
+
+Place: TypeAlias = "str | ByteRange"
+"""A whole file by its path or URL, or a range of one."""
 
 
 class ConcurrencyLimit:
@@ -219,6 +234,17 @@ class ReadPool:
                 thread.join()
 
 
+class _OpenFile:
+    """A file that is open as long as anything refers to it, which a thread that reads it does."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # it never opened
+            os.close(self.descriptor)
+
+
 class FileOrigin:
     """Reads files of a mounted file system.
 
@@ -236,6 +262,7 @@ class FileOrigin:
         self._pid = os.getpid()
         self._pool: ReadPool | None = None
         self._making = threading.Lock()
+        self._open_files: dict[str, _OpenFile] = {}
         self._mean_seconds = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -244,9 +271,9 @@ class FileOrigin:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def read_many(self, paths: Sequence[str], sizes: Sequence[int] | None = None) -> list[bytes | OSError]:
-        """Reads whole files; returns the bytes of each in order, or the error that reading it raised. Expected sizes,
-        if known, bound the memory under way."""
+    def read_many(self, paths: Sequence[Place], sizes: Sequence[int] | None = None) -> list[bytes | OSError]:
+        """Reads whole files, or ranges of them; returns the bytes of each in order, or the error that reading it
+        raised. Expected sizes, if known, bound the memory under way."""
         if self._pid != os.getpid():
             self._forget()
         results: list[bytes | OSError] = []
@@ -266,7 +293,7 @@ class FileOrigin:
                 weakref.finalize(self, self._pool.close).atexit = False
             return self._pool
 
-    def _read(self, path: str) -> bytes | OSError:
+    def _read(self, path: Place) -> bytes | OSError:
         begun = time.perf_counter()
         try:
             content = self._content(path)
@@ -275,16 +302,37 @@ class FileOrigin:
         self._mean_seconds = _MEAN_DECAY * self._mean_seconds + (1 - _MEAN_DECAY) * (time.perf_counter() - begun)
         return content
 
-    def _content(self, path: str) -> bytes:
-        """Returns a whole file, or raises OSError."""
+    def _content(self, path: Place) -> bytes:
+        """Returns a whole file, or a range of one, or raises OSError."""
+        if isinstance(path, ByteRange):
+            return self._range(path)
         with open(path, "rb", buffering=0) as file:
             return file.read()
+
+    def _range(self, place: ByteRange) -> bytes:
+        """Reads a range of a file that stays open, because opening may take as long as reading."""
+        file = self._open_files.get(place.path) or _OpenFile(place.path)
+        with self._making:
+            self._open_files.pop(place.path, None)
+            self._open_files[place.path] = file  # the last one used is the last in the dict
+            unused = next(iter(self._open_files))
+            if len(self._open_files) > _MOST_OPEN:
+                self._open_files.pop(unused)  # a thread that reads it holds a reference; the last one closes it
+        parts, at = [], place.start
+        while at < place.stop:
+            part = os.pread(file.descriptor, place.stop - at, at)  # one call returns at most 2 GiB
+            if not part:
+                raise OSError(f"{place.path} ends at byte {at}, before byte {place.stop}")
+            parts.append(part)
+            at += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
         """Ends the threads. Safe to call twice; the next read starts them again."""
         if self._pool is not None and self._pid == os.getpid():
             self._pool.close()
         self._pool = None
+        self._open_files.clear()
 
 
 PAUSES_SECONDS = (0.1, 0.5)
@@ -341,12 +389,19 @@ class UrlOrigin(FileOrigin):
     def __getstate__(self) -> dict[str, Any]:
         return {"options": self.options, "num_threads": self.num_threads}
 
-    def _content(self, url: str) -> bytes:
+    def _content(self, path: Place) -> bytes:
+        url, start, stop = path if isinstance(path, ByteRange) else (path, None, None)
         file_system = self._opened(url)
         # None marks the last attempt, which raises.
         for pause in (*PAUSES_SECONDS, None):
             try:
-                return bytes(file_system.cat_file(url))
+                content = bytes(file_system.cat_file(url, start=start, end=stop))
+                if stop is not None and start is not None and len(content) != stop - start:
+                    raise OSError(
+                        f"{shown_url(url)} gave {len(content)} bytes for the range {start} … {stop}; it has become "
+                        "shorter, or its server knows no ranges"
+                    )
+                return content
             except _FINAL as error:
                 raise _as_os_error(error) from error
             except Exception as error:

@@ -1,7 +1,8 @@
 """PrefixedSource: keeps the results of a `Prefix` in the cache, each with what comes with its sample.
 
-Files are read as `FileSource` reads them, a batch at once; of other data sets items are read one by one, and need not
-be of a kind that a codec knows, because only results are encoded. A file's class is not cached: it is known without.
+Files are read as `FileSource` reads them, a batch at once, and so are the samples of a data set that brings its source.
+Of others items are read one by one, and need not be of a kind that a codec knows, because only results are encoded. A
+file's class is not cached: it is known without.
 
 The sizes of results are not known before they are made, so the largest probed one stands for all, as for items.
 
@@ -30,6 +31,8 @@ from shade.data._dataset.source import (
     PreparedSource,
     class_targets,
     file_source_of,
+    own_source_of,
+    read_nearest,
 )
 from shade.errors import BadSampleError
 
@@ -65,10 +68,12 @@ class PrefixedSource(ItemSource, PreparedSource):
     ) -> None:
         self._dataset, self._files, self._prefix = dataset, files, prefix
         self._encode, self._decode_item = encode, decode_item
+        self._own = None if files is not None else own_source_of(dataset, None, None)
         num_samples = len(dataset) if files is None else len(files.payload_bytes_N)
         # Before the first read, after which a data set may hold other things in memory.
         content = content_digest(dataset, version) if files is None else files.fingerprint
-        self.num_probes = self.probe_bytes = 0
+        self.num_probes = 0 if self._own is None else self._own.num_probes
+        self.probe_bytes = 0 if self._own is None else self._own.probe_bytes
         probed = probed or probe(prefix, self._probed_item, self._encoded, num_samples, version)
         self.fingerprint = xxhash.xxh3_64_hexdigest(f"{content} {probed.fingerprint}".encode())
         self.payload_bytes_N = np.full(num_samples, max(map(len, probed.payloads)), dtype=np.int64)
@@ -92,21 +97,26 @@ class PrefixedSource(ItemSource, PreparedSource):
 
     @override
     def name_of(self, index: int) -> str:
-        return super().name_of(index) if self._files is None else self._files.name_of(index)
+        source = self._own if self._files is None else self._files
+        return super().name_of(index) if source is None else source.name_of(index)
 
     @override
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """Reads items before the prefix, as tuples; `prepared` passes and encodes them."""
         if self._files is not None:
             return [*map(self._decoded, indices, self._files.read_many(indices, count))]
+        if self._own is not None:
+            return [*map(self._decoded, indices, read_nearest(self._own, indices, count)[0])]
         items = [self._item(index) for index in indices]
         read = [item for item in items if not isinstance(item, Exception)]
         count(len(read), sum(map(_num_bytes, read)))
         return items
 
     def _decoded(self, index: int, payload: Any) -> Any:
-        assert self._files is not None
         try:
+            if self._own is not None:
+                return self._own.decode(index, payload)
+            assert self._files is not None
             return self._files.decode(index, payload)[:1]
         except BadSampleError as error:
             return error
@@ -143,8 +153,9 @@ class PrefixedSource(ItemSource, PreparedSource):
 
     @override
     def close(self) -> None:
-        if self._files is not None:
-            self._files.close()
+        for source in (self._files, self._own):
+            if source is not None:
+                source.close()
 
 
 def _num_bytes(value: Any) -> int:

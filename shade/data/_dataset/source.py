@@ -98,6 +98,15 @@ class PreparedSource(SampleSource):
         ...
 
 
+class NearSource(SampleSource):
+    """A source that keeps samples near, such as on this machine's disk, and reads them there first."""
+
+    @abstractmethod
+    def read_near(self, indices: list[int]) -> dict[int, Any]:
+        """Returns the payloads of those samples that are near."""
+        ...
+
+
 class FileSource(SampleSource):
     """Files and targets of an ImageFolder-like data set: (path or URL, target) by sample index.
 
@@ -340,14 +349,32 @@ def source_of(
         skips_missing: Whether a file that is not there is a bad sample, not an error.
 
     Returns:
-        A `FileSource` for ImageFolder-like data sets, local or remote, else an `ItemSource`.
+        What the data set's ``sample_source()`` returns, if it has one; a `FileSource` for ImageFolder-like data sets,
+        local or remote; else an `ItemSource`.
 
     Raises:
         ConfigError: The data set is not map-style.
         DataError: It is empty, or a file cannot be read.
     """
-    files = file_source_of(dataset, encode, decode, skips_missing=skips_missing)
+    own = own_source_of(dataset, encode, decode)
+    files = own or file_source_of(dataset, encode, decode, skips_missing=skips_missing)
     return files or ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode, version)
+
+
+def own_source_of(
+    dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None
+) -> SampleSource | None:
+    """Returns the source that a data set brings; None if it brings none, or the user's codec takes its items."""
+    brings = encode is None and decode is None and hasattr(type(dataset), "sample_source")
+    return dataset.sample_source() if brings else None
+
+
+def read_nearest(source: SampleSource, indices: list[int], count: CountOrigin) -> tuple[list[Any], dict[int, Any]]:
+    """Reads payloads in order, those first that are near; returns them, and those that were near by index."""
+    near = source.read_near(indices) if isinstance(source, NearSource) else {}
+    rest = [index for index in indices if index not in near]
+    read = dict(zip(rest, source.read_many(rest, count) if rest else (), strict=True))
+    return [near[index] if index in near else read[index] for index in indices], near
 
 
 def file_source_of(

@@ -1,0 +1,5 @@
+"""Samples in shards, read where they lie: the index, the formats, and the data set."""
+
+from shade.data._shards import archives, tables
+
+__all__ = ["archives", "tables"]

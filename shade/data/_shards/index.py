@@ -1,0 +1,434 @@
+"""The index of shards: where each sample lies. Made once, in parallel, and kept on disk.
+
+A *data shard* (here: a shard) is a file that holds many samples. A *piece* is a range of a shard that its format reads
+at once: one sample of a tar, a row group of a Parquet file. So one rule fits all formats: a sample is a row of a piece,
+and a piece is a range of a shard. `ShardFormat` finds the pieces of a shard (`ShardFormat.scan`), and makes samples of
+a piece's bytes.
+
+Each shard's index is a file of its own, named after the shard, with a checksum; so ranks and jobs that share the folder
+share the work, and one more shard costs one more scan. It holds what the shard's server or file system says of it: the
+size, and the time or ETag. If that is no longer so, the shard is refused by name, in the beginning (`ShardIndex`) and
+while it is read (`ShardIndex.check`). A damaged index is made again.
+
+Price: 12 to 16 bytes a sample of a tar, in memory and on disk. Invariant: a range in the index is one of the shard as
+it was when its index was made, or the shard is refused.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import importlib.util
+import io
+import itertools
+import json
+import logging
+import os
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from typing_extensions import override
+
+from shade.data._dataset.content import STAT_THREADS
+from shade.data._dataset.origin import ByteRange, Entry, FileOrigin, describe_many, is_url, open_file_system
+from shade.data._shards.blocks import BLOCK_BYTES, Block
+from shade.errors import ConfigError, DataError, shown_place, without_login
+from shade.installation import install_hint
+from shade.process import replacing
+from shade.registry import Registry
+
+logger = logging.getLogger("shade.data")
+
+CHECK_SECONDS: Final = 900.0
+"""A shard behind a URL is compared with its index again when it is read after so many seconds, because that takes a
+request; a local one at each read."""
+_VERSION: Final = 1
+_MAGIC: Final = b"shade-shard-index"
+_DIGEST: Final = struct.Struct("<Q")
+_SCANNERS: Final = 16
+_LOCAL_WINDOW_BYTES, _REMOTE_WINDOW_BYTES = 16 << 10, 256 << 10
+Lengths = npt.NDArray[Any]
+"""Integers, in as few bytes as they need."""
+
+
+class UnlikeIndexError(ValueError):
+    """A piece is not what its index says; the message says what it is."""
+
+
+class RangeFile(io.RawIOBase):
+    """A file of so many bytes, made of what reads a range of it. Closing it closes nothing else."""
+
+    def __init__(self, num_bytes: int, read_range: Callable[[int, int], Any]) -> None:
+        super().__init__()
+        self._num_bytes, self._read_range, self._at = num_bytes, read_range, 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._num_bytes}[whence]
+        return self._at
+
+    @override
+    def tell(self) -> int:
+        return self._at
+
+    @override
+    def read(self, size: int = -1) -> bytes:
+        stop = self._num_bytes if size < 0 else min(self._at + size, self._num_bytes)
+        content = bytes(self._read_range(self._at, stop)) if stop > self._at else b""
+        self._at += len(content)
+        return content
+
+
+class ShardFile:
+    """A shard that is read through a window: each request brings the next bytes too."""
+
+    def __init__(self, origin: FileOrigin, entry: Entry) -> None:
+        self._origin, self.entry = origin, entry
+        self._window_bytes = _REMOTE_WINDOW_BYTES if is_url(entry.url) else _LOCAL_WINDOW_BYTES
+        self._start, self._window = 0, b""
+
+    def as_file(self) -> RangeFile:
+        """Returns the shard for a library that reads files."""
+        return RangeFile(self.entry.num_bytes, self.range)
+
+    def range(self, start: int, stop: int) -> bytes:
+        """Returns the bytes ``start`` … ``stop``; raises OSError."""
+        if start == stop:
+            return b""
+        if not self._start <= start <= stop <= self._start + len(self._window):
+            end = min(max(stop, start + self._window_bytes), self.entry.num_bytes)
+            (content,) = self._origin.read_many([ByteRange(self.entry.url, start, end)])
+            if isinstance(content, OSError):
+                raise content
+            self._start, self._window = start, content
+        return self._window[start - self._start : stop - self._start]
+
+
+@dataclass
+class ShardScan:
+    """The pieces of one shard, in the order of their samples.
+
+    Legend: P pieces.
+    """
+
+    start_P: Lengths
+    """Where each begins, in bytes."""
+    length_P: Lengths
+    """Bytes of each."""
+    rows_P: Lengths
+    """Samples in each."""
+    proof_P: Lengths
+    """A part of the hash of each piece's name; 0 where it has none."""
+    columns: list[str]
+    """The columns that its samples have."""
+    extra: bytes = b""
+    """What the format needs beside the ranges, such as a schema."""
+    parsed: Any = None
+    """What the format has made of ``extra`` in this process."""
+
+    def to_bytes(self, header: dict[str, Any]) -> bytes:
+        """Returns the content of an index file."""
+        arrays = [_packed(each) for each in (self.start_P, self.length_P, self.rows_P, self.proof_P)]
+        header |= {"arrays": [[str(each.dtype), len(each)] for each in arrays], "pieces": len(self.start_P)}
+        header["columns"] = self.columns
+        text = json.dumps(header).encode()
+        content = b"".join([_MAGIC, _DIGEST.pack(len(text)), text, *(each.tobytes() for each in arrays), self.extra])
+        return content + _DIGEST.pack(xxhash.xxh3_64_intdigest(content))
+
+    @staticmethod
+    def from_bytes(content: bytes) -> tuple[dict[str, Any], ShardScan]:
+        """Returns the header and the pieces; raises ValueError for what `to_bytes` did not make."""
+        content, digest = content[: -_DIGEST.size], content[-_DIGEST.size :]
+        if not content.startswith(_MAGIC) or digest != _DIGEST.pack(xxhash.xxh3_64_intdigest(content)):
+            raise ValueError("the checksum does not fit")
+        at = len(_MAGIC) + _DIGEST.size
+        (length,) = _DIGEST.unpack_from(content, len(_MAGIC))
+        header = json.loads(content[at : at + length])
+        at, arrays = at + length, []
+        for dtype, num in header["arrays"]:
+            arrays.append(np.frombuffer(content, dtype, num, at))
+            at += arrays[-1].nbytes
+        num_pieces = header["pieces"]
+        # A constant takes no memory.
+        arrays = [each if len(each) == num_pieces else np.broadcast_to(each, num_pieces) for each in arrays]
+        start_P, length_P, rows_P, proof_P = arrays
+        return header, ShardScan(start_P, length_P, rows_P, proof_P, header["columns"], content[at:])
+
+
+def _packed(values_P: Lengths) -> Lengths:
+    """Returns the array in its smallest type; a constant as one element."""
+    if not len(values_P):
+        return values_P.astype(np.uint8)
+    if len(values_P) > 1 and values_P.min() == values_P.max():
+        values_P = values_P[:1]
+    return values_P.astype(np.min_scalar_type(int(values_P.max())))
+
+
+class ShardFormat(ABC):
+    """How the samples of one kind of shard are found and read. It holds nothing of a shard."""
+
+    keeps_rows: bool = False
+    """Whether reading one row of a piece takes as long as reading all."""
+
+    library: str = ""
+    """The package that reads it, if there is one, and what that package reads."""
+    reads: str = ""
+    extra: str = ""
+    """The extra that installs it."""
+
+    def require(self) -> None:
+        """Raises ConfigError, with the command that installs it, if the library is missing."""
+        if self.library and importlib.util.find_spec(self.library) is None:
+            expected = f"{self.library}, which reads {self.reads}"
+            raise ConfigError.of(expected, "none", f"install it: {install_hint(self.extra)}")
+
+    @abstractmethod
+    def scan(self, file: ShardFile) -> ShardScan:
+        """Finds the pieces of a shard. Raises DataError for one that is truncated or is none."""
+
+    def ranges(self, scan: ShardScan, piece: int, columns: Sequence[str] | None) -> list[tuple[int, int]]:
+        """Returns the ranges (start, stop) to read for the columns of a piece, in order; None are all columns."""
+        start = int(scan.start_P[piece])
+        return [(start, start + int(scan.length_P[piece]))]
+
+    def opened(self, path: str) -> Any:
+        """Returns what `payloads` takes in place of ranges that were read, of a local shard that is mapped into memory;
+        None for a format that is read. Asked for each batch."""
+        return None
+
+    @abstractmethod
+    def payloads(
+        self,
+        scan: ShardScan,
+        piece: int,
+        parts: Any,
+        columns: Sequence[str] | None,
+        rows: Sequence[int] | None,
+    ) -> list[bytes]:
+        """Returns the payloads of some rows of a piece, or of all. ``parts`` are `RangeParts`, or what `opened`
+        returned. Raises UnlikeIndexError if its bytes are not what the index says."""
+
+    @abstractmethod
+    def row(self, scan: ShardScan, payload: Any, columns: Sequence[str] | None) -> dict[str, Any]:
+        """Returns the raw values of a payload by column."""
+
+    def decoder(self, column: str) -> Callable[[Any], Any] | None:
+        """Returns what decodes the raw values of a column; None if they are as they should be."""
+        return None
+
+
+FORMATS: Registry[ShardFormat] = Registry("shard format")
+"""By the end of a shard's name, without its dot."""
+
+
+class RangeParts:
+    """Ranges of one shard that were read, some of them together."""
+
+    def __init__(self, parts: Sequence[tuple[int, Any]]) -> None:
+        """Takes each range's start and content, in order."""
+        self._starts = [start for start, _ in parts]
+        self._contents = [memoryview(content) for _, content in parts]
+
+    def range(self, start: int, stop: int) -> memoryview:
+        """Returns the bytes ``start`` … ``stop``; raises EOFError if they were not read."""
+        number = bisect.bisect_right(self._starts, start) - 1
+        if number >= 0:
+            begin, content = self._starts[number], self._contents[number]
+            if stop <= begin + len(content):
+                return content[start - begin : stop - begin]
+        raise EOFError(f"the bytes {start} … {stop} were not read")
+
+
+class ShardIndex:
+    """The index of all shards of a data set.
+
+    Args:
+        entries: The shards as their servers or file systems describe them now, in the order of their samples.
+        shard_format: The format of all.
+        folder: Where indices are kept.
+        origin: Reads the shards.
+        options: For fsspec.
+
+    Raises:
+        ConfigError: The folder cannot be made.
+        DataError: A shard is truncated, or is not what it was when its index was made, or cannot be read.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        shard_format: ShardFormat,
+        folder: str,
+        origin: FileOrigin,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.entries, self._folder, self._options = list(entries), folder, dict(options or {})
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            cure = f"name another one: index= ({error.strerror})"
+            raise ConfigError.of("a folder for the index that this user may make", folder, cure) from error
+        # Ranks begin at different shards, and find the others' work done.
+        self._checked = dict.fromkeys(range(len(entries)), time.monotonic())
+        first = os.getpid() % len(entries)
+        order = [*range(first, len(entries)), *range(first)]
+        with ThreadPoolExecutor(min(_SCANNERS, len(entries))) as pool:
+            made = pool.map(partial(self._scan, shard_format, origin), order)
+            scans = dict(zip(order, made, strict=True))
+        self.scans = [scans[number] for number in range(len(entries))]
+        """The pieces of each shard."""
+        self.first_samples = [0, *itertools.accumulate(int(scan.rows_P.sum()) for scan in self.scans)]
+        """The first sample of each shard, and the number of all samples at the end."""
+        self._last_row_P = [
+            None if len(scan.rows_P) == scan.rows_P.sum() else np.cumsum(scan.rows_P) for scan in self.scans
+        ]
+        digest = xxhash.xxh3_64(f"{_VERSION} {type(shard_format).__name__}".encode())
+        for entry in self.entries:
+            digest.update(f"{entry.url.rpartition('/')[2]} {entry.num_bytes} {entry.version}\n".encode())
+        self.fingerprint = digest.hexdigest()
+        """Changes when a shard does."""
+
+    def __len__(self) -> int:
+        return self.first_samples[-1]
+
+    def path_of(self, shard: int) -> Path:
+        """Returns the path of a shard's index."""
+        url = self.entries[shard].url
+        name = url.rpartition("/")[2].partition("?")[0][-80:]
+        return Path(self._folder, f"{name}-{xxhash.xxh3_64_hexdigest(url.encode())}.index")
+
+    def place_of(self, index: int) -> tuple[int, int, int]:
+        """Returns shard, piece and row of a sample."""
+        shard = bisect.bisect_right(self.first_samples, index) - 1
+        row = index - self.first_samples[shard]
+        last_P = self._last_row_P[shard]
+        if last_P is None:
+            return shard, row, 0
+        piece = int(np.searchsorted(last_P, row, side="right"))
+        return shard, piece, row - (int(last_P[piece - 1]) if piece else 0)
+
+    def first_sample(self, shard: int, piece: int) -> int:
+        """Returns the first sample of a piece."""
+        last_P = self._last_row_P[shard]
+        before = piece if last_P is None else int(last_P[piece - 1]) if piece else 0
+        return self.first_samples[shard] + before
+
+    def block_of(self, shard: int, piece: int) -> Block:
+        """Returns the block of a piece."""
+        return shard, int(self.scans[shard].start_P[piece]) // BLOCK_BYTES
+
+    def pieces_of(self, block: Block) -> list[int]:
+        """Returns the pieces of a block."""
+        shard, number = block
+        start_P = self.scans[shard].start_P.astype(np.int64)
+        found: list[int] = np.flatnonzero(start_P // BLOCK_BYTES == number).tolist()
+        return found
+
+    def check(self, shards: Sequence[int]) -> None:
+        """Raises DataError if one of the shards is not what it was when its index was made."""
+        for shard in shards:
+            entry = self.entries[shard]
+            if is_url(entry.url):
+                if time.monotonic() < self._checked[shard] + CHECK_SECONDS:
+                    continue
+                self._checked[shard] = time.monotonic()
+            self._compare(shard)
+
+    def _compare(self, shard: int) -> None:
+        entry = self.entries[shard]
+        (now,) = describe_shards([entry.url], self._options)
+        if now != entry:
+            raise self._changed(shard, entry, now)
+
+    def mismatch(self, shard: int, at: int, words: str) -> DataError:
+        """Returns the error of a piece that is not what the index says. Raises DataError if the shard has changed."""
+        self._compare(shard)
+        path = self.path_of(shard)
+        return DataError.of(
+            f"the sample of its index at byte {at} of {shown_place(self.entries[shard].url)}",
+            words,
+            f"restore the shard; or, if it was changed on purpose, remove {path} and begin anew",
+        )
+
+    def _changed(self, shard: int, before: Entry, now: Entry) -> DataError:
+        return DataError.of(
+            f"{shown_place(before.url)} to be what it was when its index was made ({before.num_bytes} bytes, "
+            f"{before.version})",
+            f"{now.num_bytes} bytes, {now.version}",
+            f"restore the shard; or, if it was changed on purpose, remove {self.path_of(shard)} and begin anew",
+        )
+
+    def _scan(self, shard_format: ShardFormat, origin: FileOrigin, shard: int) -> ShardScan:
+        """Returns a shard's pieces from its index, which is made if there is none."""
+        found = self._load(shard)
+        if found is not None:
+            return found
+        path, entry = self.path_of(shard), self.entries[shard]
+        with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = self._load(shard)
+            if found is not None:
+                return found
+            try:
+                scan = shard_format.scan(ShardFile(origin, entry))
+            except OSError as error:
+                raise DataError.of(
+                    f"to read {shown_place(entry.url)}", without_login(str(error), entry.url), "restore the shard"
+                ) from error
+            self._compare(shard)  # it may have changed while it was scanned
+            with replacing(path) as partial_path:
+                partial_path.write_bytes(
+                    scan.to_bytes({"url": entry.url, "bytes": entry.num_bytes, "is": entry.version})
+                )
+        return scan
+
+    def _load(self, shard: int) -> ShardScan | None:
+        path, entry = self.path_of(shard), self.entries[shard]
+        try:
+            header, scan = ShardScan.from_bytes(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            logger.warning("the index %s is damaged (%s); it is made again", path, error)
+            return None
+        before = Entry(entry.url, header["bytes"], header["is"])
+        if before != entry:
+            raise self._changed(shard, before, entry)
+        return scan
+
+
+def describe_shards(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry]:
+    """Returns what servers or file systems say of shards now, in order; raises DataError if one is missing."""
+    if is_url(urls[0]):
+        open_file_system(urls[0], options).invalidate_cache()  # a listing may be older
+        return describe_many(urls, options)
+    with ThreadPoolExecutor(min(STAT_THREADS, len(urls))) as pool:
+        return list(pool.map(_described, urls)) if len(urls) > 1 else [_described(urls[0])]
+
+
+def _described(path: str) -> Entry:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError.of(
+            "a readable shard", path, f"{error.strerror}: restore it or list the shards again"
+        ) from error
+    return Entry(path, status.st_size, f"mtime={status.st_mtime_ns}")

@@ -1,0 +1,521 @@
+"""Shards: a map-style data set over shards, read where they lie.
+
+Nothing is converted, and every sample has an index. So the draw, importance, exact resume and dealing to any number of
+ranks are those of any other data set. That has a price: in a globally random order the samples of a batch lie in as
+many places, so each costs a request. Reading ahead in memory would not help: a request that serves fifty samples has to
+wait for all of them, which are spread over the whole epoch, and that much memory holds most of the data set.
+
+`shade.data._shards.blocks` pays it once, with room on a local disk. Without that, ranges of one batch that lie side by
+side are read together.
+
+A shard that changes while it is read is noticed: each read is followed by a comparison with the index.
+
+Invariant: a sample is what its format's own reader makes of it, or there is an error that names the shard.
+"""
+
+from __future__ import annotations
+
+import collections
+import glob
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from shade.cache.entry import FORMAT_ITEM
+from shade.data._dataset.origin import ByteRange, FileOrigin, UrlOrigin, is_url, list_files, open_file_system
+from shade.data._dataset.source import CountOrigin, NearSource
+from shade.data._shards.blocks import Block, BlockTier, coalesced
+from shade.data._shards.index import FORMATS, RangeParts, ShardIndex, UnlikeIndexError, describe_shards
+from shade.errors import BadSampleError, ConfigError, DataError, shown_place
+from shade.registry import did_you_mean
+from shade.store.disk import disk_url
+
+GAP_BYTES: Final = 64 << 10
+"""Ranges that are no further apart are read in one request (decision 0041)."""
+_BLOCKS_AT_ONCE: Final = 8
+_RECENT_BYTES: Final = 64 << 20
+"""Rows of pieces that were read as a whole stay in memory up to so many bytes."""
+_PROBES: Final = 16
+_PROBED_PIECES: Final = 4
+_NUMBERS: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
+Piece: TypeAlias = "tuple[int, int]"
+"""A shard, and a piece of it."""
+
+
+class _Read(NamedTuple):
+    """What was read of some pieces."""
+
+    parts: dict[int, Any]
+    """The ranges, by shard, or what its format opened."""
+    failures: dict[Piece, OSError]
+    num_requests: int
+    num_bytes: int
+    is_mapped: bool = False
+    """Whether shards are in memory, so that no range was read."""
+
+
+class Shards(Dataset[Any]):
+    """Samples in shards, read where they lie: WebDataset's tars, zips, Parquet, Arrow of Hugging Face, MDS, LMDB.
+
+    A sample is the value of one column, a tuple of several, or a dict of all. A column of an archive is an extension,
+    such as ``jpg``, or ``seg.png``; pictures come as RGB images, ``cls`` as an int, ``json``, ``txt`` and ``npy``
+    decoded, all else as bytes. A column of a table is what ``to_pylist`` of pyarrow returns.
+
+    Args:
+        shards: A path, URL or folder, or several. ``*`` is any text, ``{000..127}`` numbers.
+        columns: A column's name, several, or None for all.
+        decode: By column, what makes the value of the raw one (bytes, of an archive), in place of the default.
+        index: The folder where the place of each sample is kept; ``~/.cache/shade/shards`` if None.
+        disk: A folder of this machine's disk and the bytes that may lie there, such as
+            ``"/nvme/shade?capacity=500GiB"``: blocks of 8 MiB are read as a whole, and their samples kept there.
+        options: For fsspec, such as ``{"anon": True}``.
+
+    Raises:
+        ConfigError: An unknown kind of file, or a library that is not installed.
+        DataError: No shards, a missing column, a shard that is truncated or is not what its index says.
+    """
+
+    def __init__(
+        self,
+        shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        columns: str | Sequence[str] | None = None,
+        *,
+        decode: Mapping[str, Callable[[Any], Any]] | None = None,
+        index: str | os.PathLike[str] | None = None,
+        disk: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        url = None if disk is None else disk_url(disk)
+        urls = _listed(shards, options or {})
+        self._format = FORMATS.get(_suffix_of(urls))()
+        self._format.require()
+        self._single = isinstance(columns, str)
+        self._columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
+        self._decode = dict(decode or {})
+        self._origin: FileOrigin = UrlOrigin(options) if is_url(urls[0]) else FileOrigin()
+        folder = _default_folder() if index is None else os.fspath(index)
+        entries = describe_shards(urls, options or {})
+        self._index = ShardIndex(entries, self._format, folder, self._origin, options)
+        if not len(self._index):
+            raise DataError.of("at least one sample", 0, f"look into {shown_place(urls[0])}")
+        self._check_columns()
+        chosen = None if self._columns is None else sorted(self._columns)
+        # The name by which `shade.data._dataset.content` knows the content, as that of a Hugging Face data set.
+        self._fingerprint = xxhash.xxh3_64_hexdigest(f"{self._index.fingerprint} {chosen}".encode())
+        self._per_process()
+        self._blocks: BlockTier | None = None
+        if url is not None:
+            # Of an archive the whole piece, so that the probes find a place where their blocks are kept.
+            mean = self.probe()[0].mean() if self._format.keeps_rows else self._length_N().mean()
+            self._blocks = BlockTier(url, f"{self._fingerprint}-blocks", len(self), float(mean))
+
+    def _per_process(self) -> None:
+        self._recent: collections.OrderedDict[Piece, list[bytes]] = collections.OrderedDict()
+        self._recent_bytes, self._keeping = 0, threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_recent", "_keeping")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._per_process()
+
+    def _check_columns(self) -> None:
+        for name in {*(self._columns or ()), *self._decode}:
+            for entry, scan in zip(self._index.entries, self._index.scans, strict=True):
+                if name not in scan.columns and len(scan.start_P):
+                    known = ", ".join(scan.columns)
+                    cure = f"choose among them{did_you_mean(name, scan.columns)}, or leave the shard out"
+                    raise DataError.of(f"a column {name!r} in {shown_place(entry.url)}", known, cure)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Returns the samples of a batch, whose neighbours are read together.
+
+        Args:
+            indices: Sample indices; negative ones count from the end.
+
+        Returns:
+            The samples, in order.
+
+        Raises:
+            IndexError: There is no such sample.
+            DataError: A shard is not what its index says.
+            BadSampleError: A sample cannot be read or decoded, or lacks a column.
+        """
+        indices = [self._checked(index) for index in indices]
+        near = self.read_near(indices)
+        absent = [index for index in indices if index not in near]
+        near |= zip(absent, self.read(absent, _not_counted), strict=True)
+        return [self.item(index, near[index]) for index in indices]
+
+    def __repr__(self) -> str:
+        """Returns the kind and number of shards, and the columns."""
+        names = "all" if self._columns is None else ", ".join(self._columns)
+        kind = type(self._format).__name__.removesuffix("Format")
+        return f"Shards({len(self._index.entries)} × {kind}, num_samples={len(self)}, columns={names})"
+
+    def _checked(self, index: int) -> int:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"expected a sample index below {len(self)}, got {index}")
+        return int(index) % len(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Returns a name of the content: of the shards' names, sizes and versions, and the columns."""
+        return self._fingerprint
+
+    def name_of(self, index: int) -> str:
+        """Returns a sample's place: its number in its shard, and the shard."""
+        shard, _, _ = self._index.place_of(index)
+        row = index - self._index.first_samples[shard]
+        return f"sample {row} of {shown_place(self._index.entries[shard].url)}"
+
+    def sample_source(self) -> ShardSource:
+        """Returns the source that `ShadeDataset` reads."""
+        return ShardSource(self)
+
+    def item(self, index: int, payload: Any) -> Any:
+        """Returns the sample that a payload of `read` holds; raises BadSampleError."""
+        try:
+            if isinstance(payload, Exception):
+                raise payload
+            row = self._format.row(self._index.scans[self._index.place_of(index)[0]], payload, self._columns)
+            for name in row if self._columns is None else self._columns:
+                if name not in row:
+                    raise KeyError(f"it has no {name!r}, only {', '.join(row)}")
+                decode = self._decode.get(name) or self._format.decoder(name)
+                if decode is not None:
+                    row[name] = decode(row[name])
+        except Exception as error:
+            words = error.args[0] if isinstance(error, KeyError) and error.args else error
+            raise BadSampleError(
+                f"expected {self.name_of(index)} to be readable, got {type(error).__name__}: {words}; "
+                "mend the shard, or pass on_bad_sample='skip'"
+            ) from error
+        if self._columns is None:
+            return row
+        return row[self._columns[0]] if self._single else tuple(row[name] for name in self._columns)
+
+    def read_near(self, indices: Sequence[int]) -> dict[int, Any]:
+        """Returns the payloads that this machine's disk has."""
+        return {} if self._blocks is None else self._blocks.look_up(indices)
+
+    def read(self, indices: Sequence[int], count: CountOrigin) -> list[Any]:
+        """Reads payloads from the shards.
+
+        Args:
+            indices: Sample indices, in [0, N).
+            count: Gets the number of requests and of bytes.
+
+        Returns:
+            Payloads in order, with an OSError in place of one that could not be read.
+
+        Raises:
+            DataError: A shard is not what its index says.
+        """
+        place = {index: self._index.place_of(index) for index in indices}
+        found = dict[int, Any]()
+        if self._blocks is not None:
+            wanted = collections.defaultdict[Block, list[int]](list)
+            for index, (shard, piece, _) in place.items():
+                wanted[self._index.block_of(shard, piece)].append(index)
+            found = self._read_blocks({b: each for b, each in wanted.items() if self._blocks.keeps(b)}, count)
+        rows = collections.defaultdict[Piece, dict[int, int]](dict)
+        for index, (shard, piece, row) in place.items():
+            if index not in found:
+                rows[shard, piece][row] = index
+        for piece_of, payloads in self._pieces({piece: list(each) for piece, each in rows.items()}, count):
+            found |= zip(rows[piece_of].values(), payloads, strict=True)
+        return [found[index] for index in indices]
+
+    def _read_blocks(self, wanted: Mapping[Block, list[int]], count: CountOrigin) -> dict[int, Any]:
+        """Reads whole blocks, keeps their samples on the disk, and returns those that are wanted. Another process may
+        have brought a block meanwhile."""
+        assert self._blocks is not None
+        mine = [block for block in sorted(wanted) if self._blocks.take(block)]
+        try:
+            found = self._blocks.look_up([index for block in mine for index in wanted[block]])
+            absent = [block for block in mine if any(index not in found for index in wanted[block])]
+            found |= self._bring(absent, {index for block in absent for index in wanted[block]}, count)
+        finally:
+            for block in mine:
+                self._blocks.release(block)
+        busy = wanted.keys() - set(mine)
+        for block in busy:
+            self._blocks.wait(block)
+        return found | self._blocks.look_up([index for block in busy for index in wanted[block]])
+
+    def _bring(self, blocks: Sequence[Block], wanted: set[int], count: CountOrigin) -> dict[int, Any]:
+        """Reads some blocks at a time, keeps the samples of each as soon as it has come, and frees its lock."""
+        assert self._blocks is not None
+        found = dict[int, Any]()
+        waiting = list(reversed(blocks))
+        under_way: collections.deque[tuple[Block, dict[Piece, None], Future[_Read]]] = collections.deque()
+        with ThreadPoolExecutor(_BLOCKS_AT_ONCE) as pool:
+            while waiting or under_way:
+                while waiting and len(under_way) < _BLOCKS_AT_ONCE:
+                    block = waiting.pop()
+                    pieces = {(block[0], piece): None for piece in self._index.pieces_of(block)}
+                    under_way.append((block, pieces, pool.submit(self._ranges, pieces)))
+                block, pieces, future = under_way.popleft()
+                for (shard, piece), payloads in self._made(pieces, future.result(), count):
+                    first = self._index.first_sample(shard, piece)
+                    samples = {first + row: each for row, each in enumerate(payloads) if not isinstance(each, OSError)}
+                    if samples:
+                        self._blocks.keep(samples)
+                    found |= {index: each for index, each in samples.items() if index in wanted}
+                self._blocks.release(block)
+        return found
+
+    def _pieces(
+        self, rows: Mapping[Piece, list[int] | None], count: CountOrigin
+    ) -> Iterator[tuple[Piece, Sequence[Any]]]:
+        """Yields pieces with the payloads of the rows that are wanted of each, None for all; a piece that cannot be
+        read has an OSError for each."""
+        with self._keeping:
+            recent = {piece: self._recent[piece] for piece in rows if piece in self._recent}
+        self._index.check(list({shard for shard, _ in recent}))
+        for piece, whole in recent.items():
+            wanted = rows[piece]
+            yield piece, whole if wanted is None else [whole[row] for row in wanted]
+        absent = {piece: wanted for piece, wanted in rows.items() if piece not in recent}
+        yield from self._made(absent, self._ranges(absent), count)
+
+    def _made(
+        self, rows: Mapping[Piece, list[int] | None], read: _Read, count: CountOrigin
+    ) -> Iterator[tuple[Piece, Sequence[Any]]]:
+        """Yields what `_pieces` does of pieces whose ranges were read."""
+        count(read.num_requests, read.num_bytes)
+        for piece, wanted in rows.items():
+            if piece in read.failures:
+                length = int(self._index.scans[piece[0]].rows_P[piece[1]]) if wanted is None else len(wanted)
+                yield piece, [read.failures[piece]] * length
+                continue
+            keeps = self._format.keeps_rows and not read.is_mapped and wanted is not None
+            payloads = self._payloads(piece, read.parts[piece[0]], None if keeps else wanted)
+            if read.is_mapped:
+                count(0, sum(map(len, payloads)))
+            if keeps:
+                self._remember(piece, payloads)
+                payloads = [payloads[row] for row in wanted or ()]
+            yield piece, payloads
+
+    def _payloads(self, piece: Piece, parts: Any, rows: list[int] | None) -> list[bytes]:
+        shard, number = piece
+        scan = self._index.scans[shard]
+        try:
+            return self._format.payloads(scan, number, parts, self._columns, rows)
+        except UnlikeIndexError as error:
+            raise self._index.mismatch(shard, int(scan.start_P[number]), str(error)) from error
+
+    def _remember(self, piece: Piece, payloads: list[bytes]) -> None:
+        with self._keeping:
+            if piece in self._recent:  # another thread read it too
+                return
+            self._recent[piece] = payloads
+            self._recent_bytes += sum(map(len, payloads))
+            while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
+                _, oldest = self._recent.popitem(last=False)
+                self._recent_bytes -= sum(map(len, oldest))
+
+    def _ranges(self, pieces: Iterable[Piece]) -> _Read:
+        """Reads the ranges of pieces. Counts nothing, because a thread of its own may do it."""
+        scans, entries = self._index.scans, self._index.entries
+        by_shard = collections.defaultdict[int, list[Piece]](list)
+        for piece in pieces:
+            by_shard[piece[0]].append(piece)
+        if not is_url(entries[0].url):
+            opened = {shard: self._format.opened(entries[shard].url) for shard in by_shard}
+            if None not in opened.values():
+                self._index.check(list(by_shard))
+                return _Read(opened, {}, sum(map(len, by_shard.values())), 0, is_mapped=True)
+        places, owners = list[ByteRange](), list[int]()
+        for shard, each in by_shard.items():
+            ranges = [r for _, piece in each for r in self._format.ranges(scans[shard], piece, self._columns)]
+            for start, stop in coalesced(ranges, GAP_BYTES):
+                places.append(ByteRange(entries[shard].url, start, stop))
+                owners.append(shard)
+        contents = self._origin.read_many(places, [place.stop - place.start for place in places])
+        self._index.check(list(by_shard))
+        read = [content for content in contents if not isinstance(content, OSError)]
+        parts = collections.defaultdict[int, list[tuple[int, Any]]](list)
+        failed = collections.defaultdict[int, list[tuple[ByteRange, OSError]]](list)
+        for shard, place, content in zip(owners, places, contents, strict=True):
+            if isinstance(content, OSError):
+                failed[shard].append((place, content))
+            else:
+                parts[shard].append((place.start, content))
+        failures = {
+            (shard, piece): error
+            for shard, errors in failed.items()
+            for place, error in errors
+            for _, piece in by_shard[shard]
+            if any(
+                place.start <= start < place.stop
+                for start, _ in self._format.ranges(scans[shard], piece, self._columns)
+            )
+        }
+        found = {shard: RangeParts(parts[shard]) for shard in by_shard}
+        return _Read(found, failures, len(read), sum(map(len, read)))
+
+    def probe(self) -> tuple[npt.NDArray[np.int64], int, int]:
+        """Reads a few samples; returns the estimated bytes of each sample's payload, as int64 (N,), and the requests
+        and bytes that this took. Raises DataError if none can be read."""
+        counts = [0, 0]
+
+        def count(num_reads: int, num_bytes: int) -> None:
+            counts[0] += num_reads
+            counts[1] += num_bytes
+
+        scans = self._index.scans
+        if self._format.keeps_rows:
+            places = [(shard, piece) for shard, scan in enumerate(scans) for piece in range(len(scan.start_P))]
+            chosen = {places[int(at)] for at in np.linspace(0, len(places) - 1, min(_PROBED_PIECES, len(places)))}
+            found = [each for _, payloads in self._pieces(dict.fromkeys(sorted(chosen)), count) for each in payloads]
+            size_N = np.full(len(self), max(_lengths(found)), dtype=np.int64)
+        else:
+            # An archive's payload lacks headers and columns that were not chosen; that of a key and a value has more.
+            length_N = self._length_N()
+            probes = sorted({int(at) for at in np.linspace(0, len(self) - 1, min(_PROBES, len(self)))})
+            payload_P = _lengths(self.read(probes, count))
+            part = float((payload_P / np.maximum(length_N[probes], 1)).max())
+            more = int((payload_P - length_N[probes]).max())
+            size_N = np.ceil(length_N * min(1.0, part)).astype(np.int64) + max(0, more)
+        return size_N, *counts  # type: ignore[return-value]
+
+    def _length_N(self) -> npt.NDArray[np.int64]:
+        """Returns the bytes of each sample's piece, of a format with one sample a piece."""
+        return np.concatenate([scan.length_P for scan in self._index.scans]).astype(np.int64)
+
+    def close(self) -> None:
+        """Ends the threads and closes the disk. Safe to call twice."""
+        self._origin.close()
+        if self._blocks is not None:
+            self._blocks.close()
+
+
+class ShardSource(NearSource):
+    """What `ShadeDataset` reads of `Shards`. What the disk has counts as a disk hit."""
+
+    cached_format = FORMAT_ITEM
+    has_pictures = compares_hits = is_random = False
+    target_N = None
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards, self.fingerprint = shards, shards.fingerprint
+        self.payload_bytes_N, self.num_probes, self.probe_bytes = shards.probe()
+
+    @override
+    def read_near(self, indices: list[int]) -> dict[int, Any]:
+        return self._shards.read_near(indices)
+
+    @override
+    def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
+        return self._shards.read(indices, count)
+
+    @override
+    def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        item = self._shards.item(index, payload)
+        return item if isinstance(item, tuple) else (item,)
+
+    @override
+    def rest_of(self, index: int) -> tuple[Any, ...]:
+        raise IndexError(f"expected no question about {self.name_of(index)} before it is decoded")
+
+    @override
+    def name_of(self, index: int) -> str:
+        return self._shards.name_of(index)
+
+    @override
+    def close(self) -> None:
+        self._shards.close()
+
+
+def _lengths(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """Returns the lengths of payloads, 0 for one that could not be read; raises DataError if none could."""
+    errors = [each for each in payloads if isinstance(each, Exception)]
+    if len(errors) == len(payloads):
+        cure = f"all of {len(errors)} probed are not; check the shards and the login"
+        raise DataError.of("a readable sample", f"{type(errors[0]).__name__}: {errors[0]}", cure) from errors[0]
+    return np.array([0 if isinstance(each, Exception) else len(each) for each in payloads], dtype=np.int64)
+
+
+def _not_counted(num_reads: int, num_bytes: int) -> None:
+    """Stands for a counter where nothing counts."""
+
+
+def _default_folder() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(base, "shade", "shards")
+
+
+def _numbered(pattern: str) -> list[str]:
+    """Returns the names that ``{000..127}`` stands for."""
+    found = _NUMBERS.search(pattern)
+    if found is None:
+        return [pattern]
+    first, last = found[1], found[2]
+    numbers = range(int(first), int(last) + 1)
+    names = (pattern[: found.start()] + str(n).zfill(len(first)) + pattern[found.end() :] for n in numbers)
+    return [each for name in names for each in _numbered(name)]
+
+
+def _listed(shards: Any, options: Mapping[str, Any]) -> list[str]:
+    """Returns the shards that patterns stand for, each once, in the order of their names within a pattern."""
+    patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
+    urls = dict.fromkeys(
+        url for pattern in patterns for name in _numbered(os.fspath(pattern)) for url in _found(name, options)
+    )
+    if not urls:
+        raise DataError.of("shards", shards, "check the path")
+    return list(urls)
+
+
+def _found(name: str, options: Mapping[str, Any]) -> list[str]:
+    if is_url(name):
+        if _is_shard(name) and "*" not in name:
+            return [name]
+        if "*" not in name:
+            return [entry.url for entry in list_files(name, options) if _is_shard(entry.url)]
+        file_system = open_file_system(name, options)
+        return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(name))
+    name = os.path.abspath(name)
+    if os.path.isdir(name):
+        return sorted(each for each in glob.glob(os.path.join(glob.escape(name), "*")) if _is_shard(each))
+    return sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+
+
+def _suffix(url: str) -> str:
+    return url.partition("?")[0].rpartition("/")[2].rpartition(".")[2].lower()
+
+
+def _is_shard(url: str) -> bool:
+    return _suffix(url) in FORMATS and not url.endswith("lock.mdb")
+
+
+def _suffix_of(urls: Sequence[str]) -> str:
+    """Returns the end of all names; raises ConfigError if there are several, or it is not known."""
+    suffixes = sorted({_suffix(url) for url in urls})
+    if len(suffixes) > 1:
+        cure = "make a Shards of each kind, and join them with torch.utils.data.ConcatDataset"
+        raise ConfigError.of("shards of one kind", ", ".join(suffixes), cure)
+    if suffixes[0] not in FORMATS:
+        cure = "decompress it: gunzip" if suffixes[0] in ("gz", "tgz") else "name the shards by their format"
+        known = ", ".join(f".{name}" for name in FORMATS)
+        raise ConfigError.of(f"shards that end in {known}", shown_place(urls[0]), cure)
+    return suffixes[0]

@@ -190,6 +190,9 @@ def generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key))
 
 
+ONE = 1 << 30
+"""Probability 1, in units."""
+
 LARGE = 1 << 24
 """A set of more samples is drawn by `shade.sampling.large`, whose order for a seed is another one."""
 
@@ -205,8 +208,8 @@ def is_large(num_samples: int) -> bool:
 
 def parts(num_samples: int) -> Iterator[slice]:
     """Yields the parts in which whole arrays are passed through, where a pass needs memory of its own."""
-    for start in range(0, num_samples, 1 << 18):
-        yield slice(start, start + (1 << 18))
+    for start in range(0, num_samples, 1 << 16):
+        yield slice(start, start + (1 << 16))
 
 
 def picked(value_N: Floats, order_K: Order) -> Floats:

@@ -45,6 +45,7 @@ from typing_extensions import override
 from shade.errors import ConfigError
 from shade.sampling.base import (
     MODES,
+    ONE,
     Classes,
     Draw,
     Purpose,
@@ -68,9 +69,6 @@ NOISE_CAP = 0.95
 SMALLEST_ROOT = 1e-3
 """Smallest sqrt(score) as a share of the largest: keeps a loss of 0 from needing an infinite c."""
 
-
-ONE = 1 << 30
-"""Probability 1."""
 
 MAX_PROBES = 200
 """Bracketed Newton: 4 to 8 probes in practice; each halves the bracket at worst."""
@@ -144,24 +142,33 @@ class UnbiasedMode(SamplingMode):
     ) -> Draw:
         """Draws more than K if samples never seen fill the budget."""
         del resident_N, validation
-        units_N = None if scores is None or self._is_full(epoch) else self._inclusion(scores)
-        if units_N is None:
+        num_drawn = self.num_samples
+        if scores is not None and not self._is_full(epoch):
+            num_drawn = self._num_with_floor(self._sizes(scores.seen_N))
+        if scores is None or num_drawn >= self.num_samples:
             return full_epoch(self.num_samples, self.seed, epoch, has_classes=self._class_N is not None)
-        order_K = self._order(units_N, epoch)
-        weight_N = _to_weights(units_N)
+        drawn_by = self._draw_large if is_large(self.num_samples) else self._draw_small
+        order_K, weight_N = drawn_by(epoch, scores, num_drawn)
         return Draw(epoch, order_K, weight_N, measure(order_K, weight_N, self._class_N))
 
-    def _order(self, units_N: Units, epoch: int) -> Order:
-        """Draws samples with these probabilities, in random order."""
-        if not is_large(self.num_samples):
-            order_K = draw_systematic(units_N, self.seed, epoch, self._class_N)
-            generator(self.seed, epoch, Purpose.SHUFFLE).shuffle(order_K)
-            return order_K
+    def _draw_small(self, epoch: int, scores: Scores, num_drawn: int) -> tuple[Order, Floats]:
+        """Draws so many samples by numpy; returns them in random order, and the weights."""
+        floor_N = self._floor_C[0] if self._class_N is None else self._floor_C[self._class_N]
+        units_N = solve_units(_roots(scores), np.where(scores.seen_N, floor_N, np.uint32(ONE)), num_drawn)
+        order_K = draw_systematic(units_N, self.seed, epoch, self._class_N)
+        generator(self.seed, epoch, Purpose.SHUFFLE).shuffle(order_K)
+        return order_K, np.divide(float(ONE), units_N, out=np.empty(len(units_N), np.float32), casting="same_kind")
+
+    def _draw_large(self, epoch: int, scores: Scores, num_drawn: int) -> tuple[Order, Floats]:
+        """Draws so many samples by `large`; returns them in random order, and the weights."""
         from shade.sampling import large
 
+        num_seen = np.count_nonzero(scores.seen_N)
+        cap = large.smallest(scores.score_N, scores.seen_N, int(NOISE_CAP * (num_seen - 1))) if num_seen else 0.0
+        inclusion = large.solve(scores, cap, SMALLEST_ROOT, self._floor_C, self._class_N, num_drawn)
         purposes = (Purpose.ARRANGE, Purpose.START, Purpose.TIES, Purpose.SHUFFLE)
         streams = {purpose.name.lower(): generator(self.seed, epoch, purpose) for purpose in purposes}
-        return large.draw(units_N, self._class_N, int(units_N.sum(dtype=np.int64)) // ONE, streams)
+        return large.draw(inclusion, streams), inclusion.weights()
 
     @override
     def num_drawn(self, epoch: int) -> int:
@@ -187,18 +194,6 @@ class UnbiasedMode(SamplingMode):
             size_C += np.bincount(class_B, minlength=len(size_C))
         return size_C
 
-    def _inclusion(self, scores: Scores) -> Units | None:
-        """Returns inclusion units summing to a multiple of the global batch, or None if that takes every sample."""
-        num_drawn = self._num_with_floor(self._sizes(scores.seen_N))
-        if num_drawn >= self.num_samples:
-            return None
-        if is_large(self.num_samples):
-            from shade.sampling import large
-
-            return large.solve(_roots(scores), scores.seen_N, self._floor_C, self._class_N, num_drawn)
-        floor_N = self._floor_C[0] if self._class_N is None else self._floor_C[self._class_N]
-        return solve_units(_roots(scores), np.where(scores.seen_N, floor_N, np.uint32(ONE)), num_drawn)
-
     def _num_with_floor(self, seen_C: npt.NDArray[np.int64]) -> int:
         """Returns K: the budget, or what the smallest units of all samples need, at most N; ``seen_C`` says how many
         samples of each class have a score, and the others are certain."""
@@ -207,36 +202,19 @@ class UnbiasedMode(SamplingMode):
         return min(max(self._num_wanted, needed), self.num_samples)
 
 
-def _to_weights(units_N: Units) -> Floats:
-    """Turns probabilities into weights, in the same memory."""
-    weight_N = units_N.view(np.float32)
-    for part in parts(len(units_N)):
-        weight_N[part] = float(ONE) / units_N[part]
-    return weight_N
-
-
 def _roots(scores: Scores) -> Floats:
     """Returns sqrt of the capped scores, in (0, 1]; samples never seen get 1."""
     root_N = np.where(scores.seen_N, scores.score_N, np.float32(0))
-    num_seen = np.count_nonzero(scores.seen_N)
-    if num_seen:
-        np.minimum(root_N, _smallest(scores, int(NOISE_CAP * (num_seen - 1))), out=root_N)
+    seen = scores.score_N[scores.seen_N]
+    if len(seen):
+        at = int(NOISE_CAP * (len(seen) - 1))
+        seen.partition(at)
+        np.minimum(root_N, seen[at], out=root_N)
     np.sqrt(root_N, out=root_N)
     largest = root_N.max()
     if largest > 0:
         root_N /= largest
     return np.maximum(root_N, np.float32(SMALLEST_ROOT), out=root_N)
-
-
-def _smallest(scores: Scores, at: int) -> np.float32:
-    """Returns the ``at``-th smallest seen score, counted from 0."""
-    if not is_large(len(scores.score_N)):
-        seen = scores.score_N[scores.seen_N]
-        seen.partition(at)
-        return np.float32(seen[at])
-    from shade.sampling import large
-
-    return large.smallest(scores.score_N, scores.seen_N, at)
 
 
 def _as_classes(targets_N: Targets, num_samples: int) -> Classes:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shade._compiled import compiled
+from shade._lazy import compiled
 from shade.sampling.base import ONE, Classes, Scores, Sums, Units
 from shade.types import Bools, Floats, Order
 

@@ -30,7 +30,7 @@ from numba import extending
 from numba.core import cgutils
 from PIL import Image
 
-from shade._compiled import compiled
+from shade._lazy import compiled
 
 PRECISION = 22
 """Bits behind the point of a weight: Pillow's ``32 - 8 - 2``."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shade._compiled import compiled
+from shade._lazy import compiled
 from shade.gradient._kernels import lanes
 
 _U64 = np.uint64

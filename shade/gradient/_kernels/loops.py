@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from shade._compiled import compiled
+from shade._lazy import compiled
 from shade.gradient._kernels import lanes
 from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places, aligned_zeros
 from shade.types import Bools, Floats

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shade._compiled import compiled
+from shade._lazy import compiled
 from shade.gradient._kernels import lanes
 from shade.gradient._kernels.arrays import LINE
 

@@ -29,8 +29,9 @@ def lazy(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[st
 
 
 def compiled(function: F) -> F:
-    """Compiles a function with numba; it runs without the interpreter lock. The build is kept on disk beside the module, or in
-    numba's folder of the user.
+    """Compiles a function with numba; it runs without the interpreter lock.
+
+    The build is kept on disk, beside the module or in numba's folder of the user.
 
     ``fastmath`` stays off: sums keep their order and no product is fused into a sum, so every processor gives the same
     bits. A division by 0 gives infinity, as in numpy; a check for it would prevent vector code.

@@ -1,4 +1,5 @@
 """What a script uses: `ShadeSampler` draws, `ShadeDataset` fetches through the cache, `ShadeLoader` loads.
+`MixtureSampler` and `PackedDataset` mix token data sets and pack them into full sequences.
 
 The private packages: `_sampler` draws an epoch and plans the cache; `_dataset` reads samples from their source;
 `_loader` is the pipeline of threads; `_decode` and `_transforms` turn files into pixels.
@@ -12,16 +13,21 @@ from shade._lazy import lazy
 
 __all__ = [
     "ForgottenCallWarning",
+    "MixtureReceipt",
+    "MixtureSampler",
+    "PackedDataset",
     "RemoteImageFolder",
     "ShadeDataset",
     "ShadeLoader",
     "ShadeSampler",
+    "cu_seqlens",
 ]
 
 if TYPE_CHECKING:
     from shade.data._dataset.dataset import ShadeDataset
     from shade.data._dataset.source import RemoteImageFolder
     from shade.data._loader.loader import ShadeLoader
+    from shade.data._sampler.mixture import MixtureReceipt, MixtureSampler, PackedDataset, cu_seqlens
     from shade.data._sampler.sampler import ForgottenCallWarning, ShadeSampler
 else:
     __getattr__, __dir__ = lazy(
@@ -30,6 +36,7 @@ else:
             "shade.data._dataset.dataset": ["ShadeDataset"],
             "shade.data._dataset.source": ["RemoteImageFolder"],
             "shade.data._loader.loader": ["ShadeLoader"],
+            "shade.data._sampler.mixture": ["MixtureReceipt", "MixtureSampler", "PackedDataset", "cu_seqlens"],
             "shade.data._sampler.sampler": ["ForgottenCallWarning", "ShadeSampler"],
         },
     )

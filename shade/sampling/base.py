@@ -181,6 +181,8 @@ class Purpose(IntEnum):
     """Which of several equals comes first."""
     REPLICATE = 5
     """Which samples are repeated one time more if a replication factor is not whole."""
+    MIXTURE = 6
+    """The order of one pass over one source of a mixture."""
 
 
 def generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:

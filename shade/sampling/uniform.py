@@ -13,16 +13,20 @@ from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Sco
 from shade.types import Bools, Order
 
 
-def full_epoch(num_samples: int, seed: int, epoch: int, *, has_classes: bool) -> Draw:
-    """Draws all N samples once, without weights. The receipt's class drift is 0 if there are classes, otherwise nan."""
-    random = generator(seed, epoch, Purpose.SHUFFLE)
+def shuffled(num_samples: int, random: np.random.Generator) -> Order:
+    """Returns the numbers below ``num_samples`` in a random order, as int32."""
     if is_large(num_samples):
         from shade.sampling import large
 
-        order_K: Order = large.permuted(num_samples, random)
-    else:
-        order_K = np.arange(num_samples, dtype=np.int32)
-        random.shuffle(order_K)
+        return large.permuted(num_samples, random)
+    order_N: Order = np.arange(num_samples, dtype=np.int32)
+    random.shuffle(order_N)
+    return order_N
+
+
+def full_epoch(num_samples: int, seed: int, epoch: int, *, has_classes: bool) -> Draw:
+    """Draws all N samples once, without weights. The receipt's class drift is 0 if there are classes, otherwise nan."""
+    order_K = shuffled(num_samples, generator(seed, epoch, Purpose.SHUFFLE))
     receipt = Receipt(
         drawn=num_samples,
         mean_inclusion=1.0,

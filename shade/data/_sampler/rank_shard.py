@@ -221,7 +221,7 @@ class IteratedSampler(Protocol):
     batch_size: int
     """Batch of one rank. A place is saved with it, so that other ranks can find it."""
 
-    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[int]]:
+    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[Any]]:
         """Begins the pass, which ``is_placed`` if the iterator was set to a place; returns how many indices were taken
         before it, and the rest."""
         ...
@@ -271,16 +271,16 @@ class LoaderCount:
         return int(self._attributes["_num_yielded"]) - self._num_before
 
 
-class SamplerIterator(Iterator[int]):
+class SamplerIterator(Iterator[Any]):
     """An iterator over this rank's indices; the sampler does the work."""
 
     def __init__(self, sampler: IteratedSampler) -> None:
         self._sampler = sampler
-        self._rest: Iterator[int] | None = None
+        self._rest: Iterator[Any] | None = None
         self._num_taken: int | None = None
         self._is_placed = False
 
-    def __next__(self) -> int:
+    def __next__(self) -> Any:
         if self._rest is None:
             self._num_taken, self._rest = self._sampler._begin_pass(is_placed=self._is_placed)
         index = next(self._rest)

@@ -4,13 +4,15 @@ The documents come in one global order, before ranks are dealt anything, so a se
 ranks: the stream is a function of (seed, shares, lengths), and the unit that ranks share is a packed sequence.
 
 *Shares.* Each drawn token gives every source credit for its share, and costs its own source a whole token. The next
-document comes from the source with the most credit. So a source is never more than about one sequence of tokens away
-from its share, at any place of the stream. A document is drawn in pieces of at most one sequence.
+document comes from the source with the most credit, in pieces of at most one sequence. So what was drawn is never more
+than about a sequence away from the shares. Tokens in sequences have a credit of their own, because long pieces wait
+longer than short ones: without it, a source of long documents would lag behind by what waits of it.
 
-*Packing.* A window of drawn pieces waits. A sequence takes the oldest, and then, as long as one fits, the largest that
-fits (best fit). If more than `SLACK` of it would stay empty, it takes a part of the oldest instead. Few documents are
-cut, and no sequence is filled by less than 1 − `SLACK`. Best fit alone leaves gaps that depend on the lengths; cutting
-alone (all documents end to end) cuts one document a sequence.
+*Packing.* A window of drawn pieces waits. A sequence begins with the oldest piece of the source with the most credit,
+and then takes, as long as one fits, the largest that fits (best fit). If more than `SLACK` of it would stay empty, it
+takes a part of such an oldest piece instead. Few documents are cut, and no sequence is filled by less than 1 − `SLACK`.
+Best fit alone leaves gaps that depend on the lengths; cutting alone (all documents end to end) cuts one document a
+sequence. A piece that has waited for as many sequences as the window has places comes first.
 
 Price: some 10 µs a document, in Python, on every rank. Invariants: each token of a source is used once a pass; two
 packers of one state give the same sequences.
@@ -72,7 +74,8 @@ class Packer:
         self._length_S, self._sequence_length, self._seed, self._window = length_S, sequence_length, seed, window
         self._at_S = [[0, 0, 0] for _ in length_S]  # pass, place in its order, tokens drawn of the document there
         self._credit_S = [0] * len(length_S)
-        self._waiting: list[Piece] = []
+        self._packed_credit_S = [0] * len(length_S)
+        self._waiting: list[tuple[int, Piece]] = []  # the sequence before which it was drawn, and the piece
         self._number = 0
         self._order_S: dict[int, tuple[int, Order]] = {}
 
@@ -98,30 +101,42 @@ class Packer:
         gap, slack = self._sequence_length, int(SLACK * self._sequence_length)
         while gap > 0:
             while len(self._waiting) < self._window:
-                self._waiting.append(self._draw(share_S))
-            fits = [(piece.stop - piece.start, -place) for place, piece in enumerate(self._waiting)]
-            size, place = max((each for each in fits if each[0] <= gap), default=(0, 0)) if pieces else fits[0]
-            if size:
-                pieces.append(self._waiting.pop(-place))
-            elif gap > slack:
-                oldest = self._waiting[0]
-                size = gap
-                pieces.append(oldest._replace(stop=oldest.start + gap))
-                self._waiting[0] = oldest._replace(start=oldest.start + gap)
-            else:
+                self._waiting.append((self._number, self._draw(share_S)))
+            place = self._largest(gap) if pieces else self._first()
+            if place is None and gap <= slack:
                 break
-            gap -= size
+            cut = place is None
+            place = self._first() if place is None else place
+            drawn, piece = self._waiting[place]
+            if cut:
+                self._waiting[place] = drawn, piece._replace(start=piece.start + gap)
+                piece = piece._replace(stop=piece.start + gap)
+            else:
+                del self._waiting[place]
+            pieces.append(piece)
+            gap -= piece.stop - piece.start
+            _pay(self._packed_credit_S, share_S, piece)
         self._number += 1
         return PackedSequence(self._number - 1, tuple(pieces))
+
+    def _first(self) -> int:
+        """Returns which piece comes first: one that has waited long, else the oldest of the source with most credit."""
+        if self._number - self._waiting[0][0] >= self._window:
+            return 0
+        credit_S = self._packed_credit_S
+        return max(range(len(self._waiting)), key=lambda place: (credit_S[self._waiting[place][1].source], -place))
+
+    def _largest(self, gap: int) -> int | None:
+        """Returns the largest piece that fits, the oldest of them; None if none does."""
+        sizes = [piece.stop - piece.start for _, piece in self._waiting]
+        fitting = max((size for size in sizes if size <= gap), default=None)
+        return None if fitting is None else sizes.index(fitting)
 
     def _draw(self, share_S: Sequence[int]) -> Piece:
         """Draws the next piece."""
         source = max((s for s, share in enumerate(share_S) if share), key=lambda s: (self._credit_S[s], -s))
         piece = self._next_of(source)
-        num_tokens = piece.stop - piece.start
-        for other, share in enumerate(share_S):
-            self._credit_S[other] += share * num_tokens
-        self._credit_S[source] -= UNIT * num_tokens
+        _pay(self._credit_S, share_S, piece)
         return piece
 
     def _next_of(self, source: int) -> Piece:
@@ -150,16 +165,24 @@ class Packer:
         return {
             "number": self._number,
             "at": [list(at) for at in self._at_S],
-            "credit": list(self._credit_S),
-            "waiting": [list(piece) for piece in self._waiting],
+            "credit": [list(self._credit_S), list(self._packed_credit_S)],
+            "waiting": [[drawn, *piece] for drawn, piece in self._waiting],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to the place of a `state_dict`."""
         self._number = int(state["number"])
         self._at_S = [[int(each) for each in at] for at in state["at"]]
-        self._credit_S = [int(each) for each in state["credit"]]
-        self._waiting = [Piece(*(int(each) for each in piece)) for piece in state["waiting"]]
+        self._credit_S, self._packed_credit_S = ([int(each) for each in credits] for credits in state["credit"])
+        self._waiting = [(int(drawn), Piece(*(int(each) for each in piece))) for drawn, *piece in state["waiting"]]
+
+
+def _pay(credit_S: list[int], share_S: Sequence[int], piece: Piece) -> None:
+    """Gives every source credit for its share of a piece, and takes the piece from its own."""
+    num_tokens = piece.stop - piece.start
+    for source, share in enumerate(share_S):
+        credit_S[source] += share * num_tokens
+    credit_S[piece.source] -= UNIT * num_tokens
 
 
 def shares_of(weight_S: Sequence[float]) -> list[int]:

@@ -6,7 +6,7 @@ Read `base` first (what a mode is), then `unbiased` (the default) and its `recei
 """
 
 from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Targets, Validation, generator
-from shade.sampling.packing import PackedSequence, Packer, adapted, shares_of
+from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
 from shade.sampling.pads import PadsMode
 from shade.sampling.receipt import measure
 from shade.sampling.shards import num_steps, rank_order, rank_positions, rank_slice
@@ -17,12 +17,12 @@ __all__ = [
     "MODES",
     "Draw",
     "PackedSequence",
-    "Packer",
     "PadsMode",
     "Purpose",
     "Receipt",
     "SamplingMode",
     "Scores",
+    "SequencePacker",
     "Targets",
     "UnbiasedMode",
     "UniformMode",

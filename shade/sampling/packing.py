@@ -43,7 +43,7 @@ SLACK = 0.02
 _SOURCES = 1 << 16
 
 
-class Piece(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens ``start`` … ``stop`` of one document."""
 
     source: int
@@ -57,10 +57,10 @@ class PackedSequence(NamedTuple):
 
     number: int
     """Its place in the stream."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenRange, ...]
 
 
-class Packer:
+class SequencePacker:
     """The global stream of packed sequences.
 
     Args:
@@ -75,7 +75,7 @@ class Packer:
         self._at_S = [[0, 0, 0] for _ in length_S]  # pass, place in its order, tokens drawn of the document there
         self._credit_S = [0] * len(length_S)
         self._packed_credit_S = [0] * len(length_S)
-        self._waiting: list[tuple[int, Piece]] = []  # the sequence before which it was drawn, and the piece
+        self._waiting: list[tuple[int, TokenRange]] = []  # the sequence before which it was drawn, and the piece
         self._number = 0
         self._order_S: dict[int, tuple[int, Order]] = {}
 
@@ -97,7 +97,7 @@ class Packer:
         return [self._pack_one(share_S) for _ in range(num_sequences)]
 
     def _pack_one(self, share_S: Sequence[int]) -> PackedSequence:
-        pieces: list[Piece] = []
+        pieces: list[TokenRange] = []
         gap, slack = self._sequence_length, int(SLACK * self._sequence_length)
         while gap > 0:
             while len(self._waiting) < self._window:
@@ -132,14 +132,14 @@ class Packer:
         fitting = max((size for size in sizes if size <= gap), default=None)
         return None if fitting is None else sizes.index(fitting)
 
-    def _draw(self, share_S: Sequence[int]) -> Piece:
+    def _draw(self, share_S: Sequence[int]) -> TokenRange:
         """Draws the next piece."""
         source = max((s for s, share in enumerate(share_S) if share), key=lambda s: (self._credit_S[s], -s))
         piece = self._next_of(source)
         _pay(self._credit_S, share_S, piece)
         return piece
 
-    def _next_of(self, source: int) -> Piece:
+    def _next_of(self, source: int) -> TokenRange:
         """Returns the source's next piece, which has a token at least."""
         at, length_N = self._at_S[source], self._length_S[source]
         while True:
@@ -149,7 +149,7 @@ class Packer:
             start = at[2]
             if start < length_N[document]:
                 at[2] = min(start + self._sequence_length, int(length_N[document]))
-                return Piece(source, document, start, at[2])
+                return TokenRange(source, document, start, at[2])
             at[1:] = [at[1] + 1, 0]
 
     def _order(self, source: int, number: int) -> Order:
@@ -174,10 +174,10 @@ class Packer:
         self._number = int(state["number"])
         self._at_S = [[int(each) for each in at] for at in state["at"]]
         self._credit_S, self._packed_credit_S = ([int(each) for each in credits] for credits in state["credit"])
-        self._waiting = [(int(drawn), Piece(*(int(each) for each in piece))) for drawn, *piece in state["waiting"]]
+        self._waiting = [(int(drawn), TokenRange(*(int(each) for each in piece))) for drawn, *piece in state["waiting"]]
 
 
-def _pay(credit_S: list[int], share_S: Sequence[int], piece: Piece) -> None:
+def _pay(credit_S: list[int], share_S: Sequence[int], piece: TokenRange) -> None:
     """Gives every source credit for its share of a piece, and takes the piece from its own."""
     num_tokens = piece.stop - piece.start
     for source, share in enumerate(share_S):

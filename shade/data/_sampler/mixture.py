@@ -32,7 +32,8 @@ from torch.utils.data import Dataset, Sampler
 from shade.data._sampler.rank_shard import LoaderCount, SamplerIterator
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
-from shade.sampling import PackedSequence, Packer, adapted, num_steps, rank_positions, shares_of
+from shade.sampling import num_steps, rank_positions
+from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
 from shade.types import Floats, Indices
 
 NO_LABEL = -100
@@ -307,7 +308,7 @@ class MixtureSampler(Sampler[PackedSequence]):
         self._adapt, self._floor, self._num_sequences = adapt, floor, round_sequences
         self.num_steps = num_steps(round_sequences, self.global_batch)
         """Steps of a round."""
-        self._packer = Packer(dataset.length_S, dataset.length, seed, window)
+        self._packer = SequencePacker(dataset.length_S, dataset.length, seed, window)
         self._length = dataset.length
         self._share_S = shares_of(self._weight_S)
         self._losses = _SourceLosses(len(self._names))

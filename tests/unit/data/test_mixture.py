@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from shade.data import MixtureSampler, PackedDataset, cu_seqlens
 from shade.errors import ConfigError
 from shade.sampling import PackedSequence
-from shade.sampling.packing import Piece
+from shade.sampling.packing import TokenRange
 
 L = 64
 WEIGHTS = {"web": 0.5, "code": 0.3, "books": 0.2}
@@ -90,7 +90,7 @@ def test_a_document_that_changed_its_length_is_refused() -> None:
     data = PackedDataset({"one": tensors}, length=L)
     tensors[1] = torch.arange(6)
     with pytest.raises(ConfigError, match="document 1 of 'one' with 5 tokens"):
-        data[PackedSequence(0, (Piece(0, 1, 0, 5),))]
+        data[PackedSequence(0, (TokenRange(0, 1, 0, 5),))]
 
 
 def test_boundaries_for_kernels_of_many_lengths() -> None:
@@ -111,7 +111,7 @@ def test_a_mapped_file_is_not_copied_into_workers(tmp_path: Path) -> None:
     mapped = PackedDataset({"web": (np.load(tmp_path / "tokens.npy", mmap_mode="r"), offsets)}, length=L)
     sent = pickle.dumps(mapped)
     assert len(sent) < 5001 * 8 * 3 < len(pickle.dumps(PackedDataset({"web": (tokens, offsets)}, length=L)))
-    packed = PackedSequence(0, (Piece(0, 7, 0, 3), Piece(0, 4999, 0, 2)))
+    packed = PackedSequence(0, (TokenRange(0, 7, 0, 3), TokenRange(0, 4999, 0, 2)))
     assert torch.equal(pickle.loads(sent)[packed]["tokens"], mapped[packed]["tokens"])
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.sampling import PackedSequence, Packer, adapted, shares_of
+from shade.sampling import PackedSequence, SequencePacker, adapted, shares_of
 from shade.sampling.packing import SLACK, UNIT
 
 
@@ -43,7 +43,7 @@ def test_any_lengths_give_full_sequences_and_use_each_token_once_a_pass(
 ) -> None:
     length_S = [np.array(each, np.int64) for each in sizes]
     share_S = shares_of([1.0 + number for number in range(len(sizes))])
-    packer = Packer(length_S, sequence_length, seed, window)
+    packer = SequencePacker(length_S, sequence_length, seed, window)
     sequences = packer.pack(share_S, 40)
     assert [packed.number for packed in sequences] == list(range(40))
     used: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -64,7 +64,7 @@ def test_any_lengths_give_full_sequences_and_use_each_token_once_a_pass(
 
 def test_a_pass_is_complete_before_the_next_begins() -> None:
     length_S = lengths(50)
-    packer = Packer(length_S, 64, 3, window=1)
+    packer = SequencePacker(length_S, 64, 3, window=1)
     total, sequences = int(length_S[0].sum()), []
     while packer.passes[0] < 2:
         sequences += packer.pack([UNIT], 1)
@@ -78,7 +78,7 @@ def test_a_pass_is_complete_before_the_next_begins() -> None:
 def test_shares_of_the_tokens_are_the_weights(weights: list[float]) -> None:
     """Within 0.1 %, with documents of very different lengths in the sources, small passes, and a thousand sequences."""
     length_S = [*lengths(3000, mean=40), *lengths(200, mean=700, seed=1), *lengths(10, mean=9000, seed=2)]
-    sequences = Packer(length_S, 512, 5, window=64).pack(shares_of(weights), 1500)
+    sequences = SequencePacker(length_S, 512, 5, window=64).pack(shares_of(weights), 1500)
     found = tokens_of(sequences)
     for source, weight in enumerate(weights):
         assert abs(found[source] / found.total() - weight / sum(weights)) < 0.001
@@ -88,7 +88,7 @@ def test_shares_of_the_tokens_are_the_weights(weights: list[float]) -> None:
 def test_few_documents_are_cut() -> None:
     """End to end, one document a sequence would be."""
     length_S = lengths(5000, mean=60)
-    sequences = Packer(length_S, 512, 5, window=64).pack([UNIT], 500)
+    sequences = SequencePacker(length_S, 512, 5, window=64).pack([UNIT], 500)
     whole = sum(p.stop - p.start == length_S[0][p.document] for s in sequences for p in s.pieces)
     cut = sum(len(s.pieces) for s in sequences) - whole
     assert cut < 0.1 * 500
@@ -96,7 +96,7 @@ def test_few_documents_are_cut() -> None:
 
 def test_the_oldest_is_never_left_behind() -> None:
     """A document as long as a sequence fits no gap, and is taken all the same."""
-    packer = Packer([np.array([100] + [30] * 50, np.int64)], 100, 0, window=8)
+    packer = SequencePacker([np.array([100] + [30] * 50, np.int64)], 100, 0, window=8)
     for _ in range(3):
         sequences = packer.pack([UNIT], 20)
         assert any(piece.document == 0 for packed in sequences for piece in packed.pieces)
@@ -104,20 +104,22 @@ def test_the_oldest_is_never_left_behind() -> None:
 
 def test_a_saved_state_continues_the_stream_anywhere() -> None:
     length_S, share_S = lengths(40, 30), shares_of([0.6, 0.4])
-    whole = Packer(length_S, 128, 7, 16)
+    whole = SequencePacker(length_S, 128, 7, 16)
     expected = whole.pack(share_S, 60)
     assert max(whole.passes) > 1
     for cut in (0, 1, 17, 59):
-        before = Packer(length_S, 128, 7, 16)
+        before = SequencePacker(length_S, 128, 7, 16)
         head = before.pack(share_S, cut)
-        after = Packer(length_S, 128, 7, 16)
+        after = SequencePacker(length_S, 128, 7, 16)
         after.load_state_dict(copy.deepcopy(before.state_dict()))
         assert head + after.pack(share_S, 60 - cut) == expected
 
 
 def test_streams_of_other_seeds_differ() -> None:
     length_S, share_S = lengths(40, 30), shares_of([0.6, 0.4])
-    assert Packer(length_S, 128, 7, 16).pack(share_S, 5) != Packer(length_S, 128, 8, 16).pack(share_S, 5)
+    assert SequencePacker(length_S, 128, 7, 16).pack(share_S, 5) != SequencePacker(length_S, 128, 8, 16).pack(
+        share_S, 5
+    )
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.floats(0, 3), st.floats(0, 1), st.integers(0, 99))

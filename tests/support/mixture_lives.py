@@ -107,7 +107,7 @@ def kill_one_life(folder: Path, life: int, world_size: int, chance: random.Rando
     """Kills all ranks at a random moment of their work, and returns whether the first was alive until then: others may
     end when they miss it."""
     pids = fork(folder, life, world_size)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 30
     while not any(path.stat().st_size for path in folder.glob(f"got-{life}-*")) and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(chance.random() * 0.5)

@@ -63,7 +63,7 @@ class Full(Way):
 
     @override
     def epoch(self, epoch: int) -> tuple[Indices, Floats | None]:
-        return self._mode.draw(epoch, None).order_K, None
+        return self._mode.draw(epoch, None).order_K.astype(np.int64), None
 
     @override
     def report(self, rows_B: Indices, loss_B: Floats, norm_B: Floats) -> None:
@@ -114,7 +114,7 @@ class Sampled(Way):
     def epoch(self, epoch: int) -> tuple[Indices, Floats | None]:
         draw = self._next or self._draw(epoch)
         self._next = self._draw(epoch + 1) if self._mode.draws_ahead else None
-        return draw.order_K, self._weights(draw)
+        return draw.order_K.astype(np.int64), self._weights(draw)
 
     def _draw(self, epoch: int) -> Draw:
         score_N, seen_N = self._table.score_N.copy(), self._table.seen_N.copy()

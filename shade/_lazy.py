@@ -2,13 +2,18 @@
 
 A package lists each public name twice: under ``TYPE_CHECKING``, for type checkers and editors, and in the table given
 to `lazy`, for run time. ``tests/test_public_face.py`` compares the two.
+
+numba is loaded with the first module that has compiled loops (`compiled`), because that takes half a second which a
+command without loops need not wait for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lazy(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -21,3 +26,19 @@ def lazy(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[st
         return getattr(import_module(home_of[name]), name)
 
     return load, lambda: sorted(home_of)
+
+
+def compiled(function: F) -> F:
+    """Compiles a function with numba; it runs without the interpreter lock.
+
+    The build is kept on disk, beside the module or in numba's folder of the user.
+
+    ``fastmath`` stays off: sums keep their order and no product is fused into a sum, so every processor gives the same
+    bits. A division by 0 gives infinity, as in numpy; a check for it would prevent vector code.
+    """
+    import numba
+
+    try:
+        return cast(F, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
+    except RuntimeError:  # there is no folder to keep the build in
+        return cast(F, numba.njit(nogil=True, error_model="numpy")(function))

@@ -16,6 +16,8 @@ SampleIndex: TypeAlias = int
 """Place of a sample in its data set, 0 ≤ index < N; scores, weights and keys use it, never a batch position."""
 
 Indices: TypeAlias = npt.NDArray[np.int64]
+Order: TypeAlias = npt.NDArray[np.signedinteger[Any]]
+"""The samples of a whole epoch; those of a draw have 32 bits."""
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Bytes: TypeAlias = bytes | bytearray | memoryview

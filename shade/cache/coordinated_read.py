@@ -26,7 +26,7 @@ from shade.cache.cache import SampleCache
 from shade.cache.job_registry import JobRecord, JobRegistry, SharedCacheView
 from shade.cache.sharing import Sharing
 from shade.errors import StoreError
-from shade.types import Floats, Indices
+from shade.types import Floats, Order
 
 BEAT_SECONDS: Final = 0.05
 """Followers notice the leader's progress this fast."""
@@ -50,7 +50,7 @@ class CoordinatedRead:
         """Returns the record of the job whose stream this one takes; None if it is its own."""
         return (view or self._sharing.view).leader_of(self._registry.record.group, self._registry.owner)
 
-    def draw_of(self, epoch: int) -> tuple[Indices, Floats | None] | None:
+    def draw_of(self, epoch: int) -> tuple[Order, Floats | None] | None:
         """Returns the leader's order of an epoch and the weight of every sample (None: all 1); waits until it is drawn.
 
         Returns None if this job draws for itself: it leads, or the leader is past that epoch or cannot be asked.
@@ -67,7 +67,7 @@ class CoordinatedRead:
                 return _unpacked(content)
             time.sleep(_POLL_SECONDS)
 
-    def publish(self, epoch: int, order_K: Indices, weight_N: Floats | None) -> None:
+    def publish(self, epoch: int, order_K: Order, weight_N: Floats | None) -> None:
         """Publishes a draw for the followers; if the store does not take it, they draw for themselves."""
         home = self._registry.record.home
         try:
@@ -95,14 +95,14 @@ class CoordinatedRead:
         return (epoch - record.epoch) * num_total + position - record.num_fetched
 
 
-def _packed(order_K: Indices, weight_N: Floats | None) -> bytes:
+def _packed(order_K: Order, weight_N: Floats | None) -> bytes:
     """Returns the order's length, the order, and the weights if there are any, as bytes."""
     head = np.array([len(order_K)], dtype="<u4").tobytes() + order_K.astype("<u4").tobytes()
     return head if weight_N is None else head + weight_N.astype("<f4").tobytes()
 
 
-def _unpacked(content: bytes) -> tuple[Indices, Floats | None]:
+def _unpacked(content: bytes) -> tuple[Order, Floats | None]:
     (length,) = np.frombuffer(content[:4], dtype="<u4")
-    order_K = np.frombuffer(content, dtype="<u4", count=int(length), offset=4).astype(np.int64)
+    order_K = np.frombuffer(content, dtype="<u4", count=int(length), offset=4).astype(np.int32)
     rest = content[4 + 4 * int(length) :]
     return order_K, np.frombuffer(rest, dtype="<f4").astype(np.float32) if rest else None

@@ -1,4 +1,5 @@
 """What a script uses: `ShadeSampler` draws, `ShadeDataset` fetches through the cache, `ShadeLoader` loads.
+`MixtureSampler` and `PackedDataset` mix token data sets and pack them into full sequences.
 
 The private packages: `_sampler` draws an epoch and plans the cache; `_dataset` reads samples from their source;
 `_shards` reads them in tars and tables; `_loader` is the pipeline of threads; `_decode` and `_transforms` turn files
@@ -13,17 +14,22 @@ from shade._lazy import lazy
 
 __all__ = [
     "ForgottenCallWarning",
+    "MixtureReceipt",
+    "MixtureSampler",
+    "PackedDataset",
     "RemoteImageFolder",
     "ShadeDataset",
     "ShadeLoader",
     "ShadeSampler",
     "Shards",
+    "cu_seqlens",
 ]
 
 if TYPE_CHECKING:
     from shade.data._dataset.dataset import ShadeDataset
     from shade.data._dataset.source import RemoteImageFolder
     from shade.data._loader.loader import ShadeLoader
+    from shade.data._sampler.mixture import MixtureReceipt, MixtureSampler, PackedDataset, cu_seqlens
     from shade.data._sampler.sampler import ForgottenCallWarning, ShadeSampler
     from shade.data._shards.shards import Shards
 else:
@@ -33,6 +39,7 @@ else:
             "shade.data._dataset.dataset": ["ShadeDataset"],
             "shade.data._dataset.source": ["RemoteImageFolder"],
             "shade.data._loader.loader": ["ShadeLoader"],
+            "shade.data._sampler.mixture": ["MixtureReceipt", "MixtureSampler", "PackedDataset", "cu_seqlens"],
             "shade.data._sampler.sampler": ["ForgottenCallWarning", "ShadeSampler"],
             "shade.data._shards.shards": ["Shards"],
         },

@@ -39,7 +39,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -233,6 +233,18 @@ class _DeviceReport(NamedTuple):
 _Report = _HostReport | _DeviceReport
 
 
+class ReportTable(Protocol):
+    """What a `ScoreMerger` writes to; an `ImportanceTable`, or any other function of the reports."""
+
+    def update(self, index_B: Indices, loss_B: Floats) -> None:
+        """Takes in the batch of one step."""
+        ...
+
+    def update_in_order(self, index_B: Indices, loss_B: Floats, sizes: Sequence[int]) -> None:
+        """Takes in several batches in order."""
+        ...
+
+
 class ScoreMerger:
     """Merges the reports of all ranks: ``merger.report(indices, losses)``.
 
@@ -245,7 +257,7 @@ class ScoreMerger:
         ConfigError: ``batch_size`` below 1, or this rank is not in ``group``.
     """
 
-    def __init__(self, table: ImportanceTable, batch_size: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, table: ReportTable, batch_size: int, group: dist.ProcessGroup | None = None) -> None:
         if batch_size < 1:
             raise ConfigError.of("batch_size ≥ 1", batch_size, "give the batch size of one rank")
         self.table = table
@@ -357,7 +369,7 @@ class _Worker:
     """The thread's side: everything but the copying. It has no reference to the merger, so that one can be
     collected."""
 
-    def __init__(self, table: ImportanceTable, capacity: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, table: ReportTable, capacity: int, world_size: int, group: dist.ProcessGroup | None) -> None:
         self.inbox: queue.SimpleQueue[_Report | threading.Event | None] = queue.SimpleQueue()
         self.error: Exception | None = None
         self._table = table

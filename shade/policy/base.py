@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from shade.errors import ConfigError
 from shade.registry import Registry
-from shade.types import Bools, Floats, Indices
+from shade.types import Bools, Floats, Indices, Order
 
 EMPTY: Indices = np.empty(0, dtype=np.int64)
 
@@ -32,13 +32,13 @@ class EpochPlan:
     """What is known when an epoch begins, or is resumed in the middle; made by the sampler, read by all below it."""
 
     epoch: int
-    order_K: Indices
+    order_K: Order
     """All accesses of the epoch, in global order; may hold duplicates."""
-    next_order_K: Indices | None
+    next_order_K: Order | None
     """The next epoch's, if the sampling mode draws one epoch ahead. Empty: there is no next epoch. None: unknown."""
     score_N: Floats | None = None
     """Importance of each sample at this moment, or None before there is any."""
-    later_orders: tuple[Indices, ...] = ()
+    later_orders: tuple[Order, ...] = ()
     """The epochs after the next one: only the simulator knows them, and only `offline` policies use them."""
     start: int = 0
     """Accesses of ``order_K`` that are done already, after a resume."""
@@ -47,7 +47,7 @@ class EpochPlan:
     there is no such cache, or it does not know."""
 
     @property
-    def rest_K(self) -> Indices:
+    def rest_K(self) -> Order:
         """Returns the accesses that are still to come."""
         return self.order_K[self.start :]
 

@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from shade.policy.base import EMPTY, POLICIES, CachePolicy, EpochPlan
 from shade.policy.priority import Key, PriorityPolicy
-from shade.types import Indices
+from shade.types import Indices, Order
 
 NEVER = 2**62
 """The position of a next use that the known orders do not hold."""
@@ -206,12 +206,12 @@ class BeladyOne(Belady):
     offline = False
 
 
-def note_first_uses(first_use_N: npt.NDArray[np.int64], order_K: Indices, start: int) -> None:
+def note_first_uses(first_use_N: npt.NDArray[np.int64], order_K: Order, start: int) -> None:
     """Writes where each sample is first accessed in ``order_K``, counted from ``start``, into ``first_use_N``."""
     first_use_N[order_K[::-1]] = np.arange(start, start + len(order_K))[::-1]
 
 
-def next_uses(order_K: Indices, later_first_use_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def next_uses(order_K: Order, later_first_use_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Returns (K,) where each access's sample is accessed next: in this epoch, else as ``later_first_use_N`` says."""
     next_K = later_first_use_N[order_K]
     by_sample = np.argsort(order_K, kind="stable")

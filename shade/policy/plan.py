@@ -52,7 +52,7 @@ from typing_extensions import override
 
 from shade.errors import ConfigError
 from shade.policy.base import EMPTY, POLICIES, CachePolicy, EpochPlan, Verdict
-from shade.types import Bools, Indices
+from shade.types import Bools, Indices, Order
 
 Bytes64 = npt.NDArray[np.int64]
 
@@ -72,8 +72,8 @@ class PlanPolicy(CachePolicy):
     needs_next_order = True
 
     def _restart(self, kept: Indices) -> None:
-        self._order_K = EMPTY
-        self._next_order_K: Indices | None = None
+        self._order_K: Order = EMPTY
+        self._next_order_K: Order | None = None
         self._change_K = np.empty(0, dtype=np.int8)
         self._cursor = 0
 
@@ -93,14 +93,14 @@ class PlanPolicy(CachePolicy):
             copy_N |= plan.held_above_N
             wanted_N &= ~copy_N
             late_N &= ~copy_N
-        last_N = np.full(len(resident_N), -1, dtype=np.int32)
-        last_N[order_K] = np.arange(num_accesses, dtype=np.int32)
+        used_N = np.zeros(len(resident_N), dtype=bool)
+        used_N[order_K] = True
         useless, useless_copies = (
-            np.flatnonzero(resident_N & ~wanted_N & (last_N < 0) & group_N) for group_N in (~copy_N, copy_N)
+            np.flatnonzero(resident_N & ~wanted_N & ~used_N & group_N) for group_N in (~copy_N, copy_N)
         )
-        arriving, late_resident, late_arriving, unwanted, stranger, unwanted_copy, stranger_copy = (
-            np.sort(last_N[group_N & (last_N >= 0)])
-            for group_N in (
+        arriving, late_resident, late_arriving, unwanted, stranger, unwanted_copy, stranger_copy = last_uses(
+            order_K,
+            (
                 wanted_N & ~late_N & ~resident_N,
                 late_N & resident_N,
                 late_N & ~resident_N,
@@ -108,9 +108,9 @@ class PlanPolicy(CachePolicy):
                 ~(resident_N | wanted_N | copy_N),
                 resident_N & copy_N,
                 ~resident_N & copy_N,
-            )
+            ),
         )
-        del wanted_N, late_N, last_N, copy_N
+        del wanted_N, late_N, used_N, copy_N
 
         # Bytes free after each access, if every sample that may leave does so and none arrives …
         room_K = np.zeros(num_accesses, dtype=np.int64)
@@ -149,7 +149,7 @@ class PlanPolicy(CachePolicy):
         resident_N[order_K[change_K < 0]] = False
         return resident_N
 
-    def _wanted(self, next_order_K: Indices | None) -> tuple[Bools, Bools]:
+    def _wanted(self, next_order_K: Order | None) -> tuple[Bools, Bools]:
         """Returns (N,) which samples the next epoch uses, and (N,) which of them it first uses close to its end."""
         num_samples = len(self.resident_N)
         late_N = np.zeros(num_samples, dtype=bool)
@@ -210,6 +210,21 @@ class PlanPolicy(CachePolicy):
         """Processes one access of the planned order through `access_many`."""
         self.access_many(np.array([index], dtype=np.int64))
         return ()
+
+
+def last_uses(order_K: Order, groups_N: Sequence[Bools]) -> list[npt.NDArray[np.int32]]:
+    """Returns where each sample of some disjoint groups is used last, by group, ascending.
+
+    A pass over the order, which is ascending already: nothing is sorted.
+    """
+    group_N = np.full(len(groups_N[0]), -1, dtype=np.int8)
+    for number, members_N in enumerate(groups_N):
+        group_N[members_N] = number
+    last_N = np.empty(len(group_N), dtype=np.int32)
+    place_K = np.arange(len(order_K), dtype=np.int32)
+    last_N[order_K] = place_K
+    group_K = np.where(last_N[order_K] == place_K, group_N[order_K], np.int8(-1))
+    return [np.flatnonzero(group_K == number).astype(np.int32) for number in range(len(groups_N))]
 
 
 def reserve(room_bytes_K: Bytes64, position_C: npt.NDArray[np.int32], size_bytes_C: Bytes64) -> Bools:

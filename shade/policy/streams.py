@@ -27,7 +27,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from shade.types import Bools, Indices
+from shade.types import Bools, Indices, Order
 
 Seconds = npt.NDArray[np.float64]
 NEVER: float = float("inf")
@@ -58,7 +58,7 @@ class Stream:
         """Returns the epochs whose order is known."""
         return sorted(self._place_N)
 
-    def learn(self, epoch: int, order_K: Indices) -> None:
+    def learn(self, epoch: int, order_K: Order) -> None:
         """Takes in the order of an epoch, from its first access to its last; of repeats the last counts."""
         place_N = np.full(self._num_samples, _ABSENT, dtype=np.int32)
         place_N[order_K] = np.arange(len(order_K), dtype=np.int32)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import ConfigError, DataError
-from shade.types import Floats, Indices
+from shade.types import Floats, Order
 
 CURE = "record one with a run, or name the .npz file of another run"
 
@@ -32,7 +32,7 @@ class Trace:
 
     size_bytes_N: npt.NDArray[np.int64]
     """(N,) the space of each sample in the store."""
-    orders: tuple[Indices, ...]
+    orders: tuple[Order, ...]
     """One global order an epoch."""
     global_batch: int
     """Accesses a step, over all ranks."""
@@ -126,7 +126,7 @@ class TraceRecorder:
         self._recorded: set[int] = set()
         self._append({"size_bytes": size_bytes_N, "global_batch": np.int64(global_batch)}, mode="w")
 
-    def begin_epoch(self, epoch: int, order_K: Indices, score_N: Floats | None = None) -> None:
+    def begin_epoch(self, epoch: int, order_K: Order, score_N: Floats | None = None) -> None:
         """Appends an epoch: its whole order, and its scores if there are any. An epoch is recorded once."""
         if epoch in self._recorded:
             return

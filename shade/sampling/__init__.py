@@ -1,10 +1,12 @@
 """Which samples an epoch uses, in which order, and what each gradient weighs. Arithmetic on arrays: no torch, no I/O.
 
 Read `base` first (what a mode is), then `unbiased` (the default) and its `receipt`, `uniform` (the control), `pads`
-(SHADE as published, repaired) and `shards` (which rank takes what).
+(SHADE as published, repaired), `shards` (which rank takes what), `large` (sets of more than 2**24 samples) and
+`packing` (documents of several sources in sequences of one length).
 """
 
 from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Targets, Validation, generator
+from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
 from shade.sampling.pads import PadsMode
 from shade.sampling.receipt import measure
 from shade.sampling.shards import num_steps, rank_order, rank_positions, rank_slice
@@ -14,19 +16,23 @@ from shade.sampling.uniform import UniformMode
 __all__ = [
     "MODES",
     "Draw",
+    "PackedSequence",
     "PadsMode",
     "Purpose",
     "Receipt",
     "SamplingMode",
     "Scores",
+    "SequencePacker",
     "Targets",
     "UnbiasedMode",
     "UniformMode",
     "Validation",
+    "adapted",
     "generator",
     "measure",
     "num_steps",
     "rank_order",
     "rank_positions",
     "rank_slice",
+    "shares_of",
 ]

@@ -14,15 +14,23 @@ Legend: N data set · K drawn in one epoch · C classes · G global batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shade.errors import ConfigError
 from shade.registry import Registry
-from shade.types import Bools, Floats, Indices
+from shade.types import Bools, Floats, Order
+
+Units = npt.NDArray[np.uint32]
+"""Probabilities in units of 2**-30."""
+
+Classes = npt.NDArray[np.unsignedinteger[Any]]
+"""The class of each sample, 0 … C−1."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +62,32 @@ class Receipt:
     """Largest |weighted share − true share| over classes; nan without targets."""
 
 
+class Sums(NamedTuple):
+    """What the receipt of a draw is made of; pi is 1 / weight."""
+
+    drawn_C: npt.NDArray[np.float64]
+    """Σ weight of the drawn, by class."""
+    squares: float
+    """Σ weight² of the drawn."""
+    largest: float
+    """The largest weight of the drawn."""
+    pi_C: npt.NDArray[np.float64]
+    """Σ pi of all samples, by class."""
+    spread_C: npt.NDArray[np.float64]
+    """Σ pi (1 − pi)."""
+    left_out_C: npt.NDArray[np.float64]
+    """Σ (1 − pi)."""
+    within_C: npt.NDArray[np.float64]
+    """Σ (1 − pi) / pi."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """One epoch, drawn."""
 
     epoch: int
-    order_K: Indices
-    """int64 (K,): the global order."""
+    order_K: Order
+    """int32 (K,): the global order."""
     weight_N: Floats | None
     """float32 (N,): gradient weight 1/pi by sample index; None means 1 for all."""
     receipt: Receipt
@@ -83,7 +110,7 @@ class SamplingMode(ABC):
         seed: The same on every rank.
 
     Raises:
-        ConfigError: ``num_samples`` or ``global_batch`` below 1.
+        ConfigError: ``num_samples`` or ``global_batch`` below 1, or 2**31 samples or more.
     """
 
     draws_ahead: bool
@@ -104,6 +131,8 @@ class SamplingMode(ABC):
     def __init__(self, num_samples: int, global_batch: int, seed: int) -> None:
         if num_samples < 1:
             raise ConfigError.of("num_samples ≥ 1", num_samples, "check the path of the data set")
+        if num_samples >= 2**31:
+            raise ConfigError.of("num_samples < 2**31: orders have 32 bits", num_samples, "split the data set")
         if global_batch < 1:
             raise ConfigError.of("global_batch ≥ 1", global_batch, "give batch size × ranks")
         self.num_samples = num_samples
@@ -152,6 +181,8 @@ class Purpose(IntEnum):
     """Which of several equals comes first."""
     REPLICATE = 5
     """Which samples are repeated one time more if a replication factor is not whole."""
+    MIXTURE = 6
+    """The order of one pass over one source of a mixture."""
 
 
 def generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:
@@ -159,6 +190,36 @@ def generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:
     # Philox takes a key of two words; 8 bits suffice for the purposes.
     key = np.array([seed & (2**64 - 1), (epoch << 8) | purpose], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
+
+
+ONE = 1 << 30
+"""Probability 1, in units."""
+
+LARGE = 1 << 24
+"""A set of more samples is drawn by `shade.sampling.large`, whose order for a seed is another one."""
+
+
+LARGE_ORDER = "buckets"
+"""The name of that order in a saved run. A run without it was drawn by a version that had no other order."""
+
+
+def is_large(num_samples: int) -> bool:
+    """Returns whether `shade.sampling.large` draws a set of so many samples."""
+    return num_samples > LARGE
+
+
+def parts(num_samples: int) -> Iterator[slice]:
+    """Yields the parts in which whole arrays are passed through, where a pass needs memory of its own."""
+    for start in range(0, num_samples, 1 << 16):
+        yield slice(start, start + (1 << 16))
+
+
+def picked(value_N: Floats, order_K: Order) -> Floats:
+    """Returns ``value_N[order_K]`` without the copy of all indices that numpy makes of 32-bit ones."""
+    value_K = np.empty(len(order_K), dtype=value_N.dtype)
+    for part in parts(len(order_K)):
+        value_K[part] = value_N[order_K[part]]
+    return value_K
 
 
 MODES: Registry[SamplingMode] = Registry("sampling mode")

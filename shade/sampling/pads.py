@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from shade.errors import ConfigError
 from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Targets, Validation, generator
-from shade.types import Bools, Indices
+from shade.types import Bools, Order
 
 VALIDATION_EPOCHS = 3
 """Number of changes of validation accuracy that are averaged."""
@@ -100,7 +100,7 @@ class PadsMode(SamplingMode):
         order_K = drawn[: self.num_samples].copy()
         return Draw(epoch, order_K, None, self._receipt(order_K))
 
-    def _draw_weighted(self, epoch: int, scores: Scores | None) -> Indices:
+    def _draw_weighted(self, epoch: int, scores: Scores | None) -> Order:
         """Draws N samples with replacement; returns them ascending."""
         edge_N = np.ones(self.num_samples)
         if scores is not None and scores.seen_N.any():
@@ -112,19 +112,20 @@ class PadsMode(SamplingMode):
         point_N = generator(self.seed, epoch, Purpose.DRAW).random(self.num_samples)
         point_N.sort()  # ascending look-ups stay in the CPU's cache
         point_N *= edge_N[-1]
-        found = np.searchsorted(edge_N, point_N, side="right").astype(np.int64, copy=False)
+        found = np.searchsorted(edge_N, point_N, side="right").astype(np.int32)
         return np.minimum(found, self.num_samples - 1, out=found)
 
-    def _second_helping(self, epoch: int, drawn: Indices) -> Indices:
+    def _second_helping(self, epoch: int, drawn: Order) -> Order:
         """Replaces the least drawn quarter by the most drawn quarter."""
         times_N = np.bincount(drawn, minlength=self.num_samples).astype(np.int32)
-        ranked_N = generator(self.seed, epoch, Purpose.TIES).permutation(self.num_samples)
+        ranked_N = np.arange(self.num_samples, dtype=np.int32)
+        generator(self.seed, epoch, Purpose.TIES).shuffle(ranked_N)
         ranked_N = ranked_N[np.argsort(-times_N[ranked_N], kind="stable")]
         listed = np.repeat(ranked_N, times_N[ranked_N])
         helping = int(AGGRESSIVE_FRACTION * len(listed))
         return np.concatenate([listed[: len(listed) - helping], listed[:helping]])
 
-    def _replicate(self, epoch: int, drawn: Indices, resident_N: Bools) -> Indices:
+    def _replicate(self, epoch: int, drawn: Order, resident_N: Bools) -> Order:
         """Appends the extra appearances of the draws that are cached."""
         cached = drawn[resident_N[drawn]]
         whole = int(self.replication_factor) - 1
@@ -134,7 +135,7 @@ class PadsMode(SamplingMode):
             extra.append(cached[some])
         return np.concatenate([drawn, *extra])
 
-    def _receipt(self, order_K: Indices) -> Receipt:
+    def _receipt(self, order_K: Order) -> Receipt:
         """Measures the draw; ``weight_sum_z`` is nan, because the mode claims nothing."""
         times_N = np.bincount(order_K, minlength=self.num_samples)
         drift = float("nan")

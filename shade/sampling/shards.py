@@ -38,7 +38,7 @@ from __future__ import annotations
 import numpy as np
 
 from shade.errors import ConfigError
-from shade.types import Bools, Indices
+from shade.types import Bools, Indices, Order
 
 NOWHERE = -1
 """The home of a sample whose server is unknown, or on a host without a rank."""
@@ -110,8 +110,8 @@ def rank_positions(
 
 
 def rank_order(
-    order_K: Indices, rank: int, *, global_batch: int, world_size: int, drop_last: bool = False, cursor: int = 0
-) -> Indices:
+    order_K: Order, rank: int, *, global_batch: int, world_size: int, drop_last: bool = False, cursor: int = 0
+) -> Order:
     """Returns the samples that one rank takes, step after step; arguments as for `rank_positions`."""
     division = {"global_batch": global_batch, "world_size": world_size, "cursor": cursor}
     return order_K[rank_positions(rank, num_drawn=len(order_K), drop_last=drop_last, **division)]

@@ -43,10 +43,24 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from shade.errors import ConfigError
-from shade.sampling.base import MODES, Draw, Purpose, SamplingMode, Scores, Targets, Validation, generator
+from shade.sampling.base import (
+    MODES,
+    ONE,
+    Classes,
+    Draw,
+    Purpose,
+    SamplingMode,
+    Scores,
+    Targets,
+    Units,
+    Validation,
+    generator,
+    is_large,
+    parts,
+)
 from shade.sampling.receipt import measure
 from shade.sampling.uniform import full_epoch
-from shade.types import Bools, Floats, Indices
+from shade.types import Bools, Floats, Order
 
 FULL_TAIL_FRACTION = 0.125
 """Share of the run, at its end, that uses every sample: InfoBatch's figure."""
@@ -55,12 +69,6 @@ NOISE_CAP = 0.95
 SMALLEST_ROOT = 1e-3
 """Smallest sqrt(score) as a share of the largest: keeps a loss of 0 from needing an infinite c."""
 
-
-Units = npt.NDArray[np.uint32]
-"""Probabilities in units of 2**-30."""
-
-ONE = 1 << 30
-"""Probability 1."""
 
 MAX_PROBES = 200
 """Bracketed Newton: 4 to 8 probes in practice; each halves the bracket at worst."""
@@ -121,7 +129,7 @@ class UnbiasedMode(SamplingMode):
         self._tail_from = math.inf if epochs is None else epochs - math.ceil(epochs * FULL_TAIL_FRACTION)
         self._class_N = None if targets_N is None else _as_classes(targets_N, num_samples)
         self._num_wanted = budget(num_samples, global_batch, keep)
-        self._floor_N = self._class_floor()
+        self._floor_C = self._class_floor()
 
     @override
     def draw(
@@ -134,40 +142,63 @@ class UnbiasedMode(SamplingMode):
     ) -> Draw:
         """Draws more than K if samples never seen fill the budget."""
         del resident_N, validation
-        units_N = None if scores is None or self._is_full(epoch) else self._inclusion(scores)
-        if units_N is None:
+        num_drawn = self.num_samples
+        if scores is not None and not self._is_full(epoch):
+            num_drawn = self._num_with_floor(self._sizes(scores.seen_N))
+        if scores is None or num_drawn >= self.num_samples:
             return full_epoch(self.num_samples, self.seed, epoch, has_classes=self._class_N is not None)
+        drawn_by = self._draw_large if is_large(self.num_samples) else self._draw_small
+        order_K, weight_N = drawn_by(epoch, scores, num_drawn)
+        return Draw(epoch, order_K, weight_N, measure(order_K, weight_N, self._class_N))
+
+    def _draw_small(self, epoch: int, scores: Scores, num_drawn: int) -> tuple[Order, Floats]:
+        """Draws so many samples by numpy; returns them in random order, and the weights."""
+        floor_N = self._floor_C[0] if self._class_N is None else self._floor_C[self._class_N]
+        units_N = solve_units(_roots(scores), np.where(scores.seen_N, floor_N, np.uint32(ONE)), num_drawn)
         order_K = draw_systematic(units_N, self.seed, epoch, self._class_N)
         generator(self.seed, epoch, Purpose.SHUFFLE).shuffle(order_K)
-        weight_N = np.empty(self.num_samples, dtype=np.float32)
-        np.divide(float(ONE), units_N, out=weight_N, casting="same_kind")
-        return Draw(epoch, order_K, weight_N, measure(order_K, weight_N, self._class_N))
+        return order_K, np.divide(float(ONE), units_N, out=np.empty(len(units_N), np.float32), casting="same_kind")
+
+    def _draw_large(self, epoch: int, scores: Scores, num_drawn: int) -> tuple[Order, Floats]:
+        """Draws so many samples by `large`; returns them in random order, and the weights."""
+        from shade.sampling import large
+
+        num_seen = np.count_nonzero(scores.seen_N)
+        cap = large.smallest(scores.score_N, scores.seen_N, int(NOISE_CAP * (num_seen - 1))) if num_seen else 0.0
+        inclusion = large.solve(scores, cap, SMALLEST_ROOT, self._floor_C, self._class_N, num_drawn)
+        purposes = (Purpose.ARRANGE, Purpose.START, Purpose.TIES, Purpose.SHUFFLE)
+        streams = {purpose.name.lower(): generator(self.seed, epoch, purpose) for purpose in purposes}
+        return large.draw(inclusion, streams), inclusion.weights()
 
     @override
     def num_drawn(self, epoch: int) -> int:
-        return self.num_samples if self._is_full(epoch) else self._num_with_floor(self._floor_N)
+        return self.num_samples if self._is_full(epoch) else self._num_with_floor(self._sizes())
 
     def _is_full(self, epoch: int) -> bool:
         """Returns whether this epoch uses every sample, whatever the scores."""
         return self._num_wanted >= self.num_samples or epoch < self._warmup_epochs or epoch >= self._tail_from
 
     def _class_floor(self) -> Units:
-        """Returns the smallest units of each sample: ``pi_min``, and a whole draw for each class together."""
-        floor_N = np.full(self.num_samples, int(self.pi_min * ONE), dtype=np.uint32)
-        if self._class_N is not None:
-            size_C = np.bincount(self._class_N)
-            np.maximum(floor_N, (-(-ONE // np.maximum(size_C, 1))).astype(np.uint32)[self._class_N], out=floor_N)
-        return floor_N
+        """Returns the smallest units of a sample by class: ``pi_min``, and a whole draw for each class together."""
+        size_C = self._sizes()
+        floor_C = np.full(len(size_C), int(self.pi_min * ONE), dtype=np.uint32)
+        return floor_C if self._class_N is None else np.maximum(floor_C, (-(-ONE // size_C)).astype(np.uint32))
 
-    def _inclusion(self, scores: Scores) -> Units | None:
-        """Returns inclusion units summing to a multiple of the global batch, or None if that takes every sample."""
-        floor_N = np.where(scores.seen_N, self._floor_N, np.uint32(ONE))
-        num_drawn = self._num_with_floor(floor_N)
-        return None if num_drawn >= self.num_samples else solve_units(_roots(scores), floor_N, num_drawn)
+    def _sizes(self, counted_N: Bools | None = None) -> npt.NDArray[np.int64]:
+        """Returns how many samples of each class are counted (None: all); one class if there are no targets."""
+        if self._class_N is None:
+            return np.array([self.num_samples if counted_N is None else np.count_nonzero(counted_N)])
+        size_C = np.zeros(int(self._class_N.max()) + 1, dtype=np.int64)
+        for part in parts(self.num_samples):
+            class_B = self._class_N[part] if counted_N is None else self._class_N[part][counted_N[part]]
+            size_C += np.bincount(class_B, minlength=len(size_C))
+        return size_C
 
-    def _num_with_floor(self, floor_N: Units) -> int:
-        """Returns K: the budget, or what these smallest units of each sample need, at most N."""
-        needed = -(-int(floor_N.sum(dtype=np.int64)) // (ONE * self.global_batch)) * self.global_batch
+    def _num_with_floor(self, seen_C: npt.NDArray[np.int64]) -> int:
+        """Returns K: the budget, or what the smallest units of all samples need, at most N; ``seen_C`` says how many
+        samples of each class have a score, and the others are certain."""
+        units = int(self._floor_C.astype(np.int64) @ seen_C) + (self.num_samples - int(seen_C.sum())) * ONE
+        needed = -(-units // (ONE * self.global_batch)) * self.global_batch
         return min(max(self._num_wanted, needed), self.num_samples)
 
 
@@ -186,12 +217,23 @@ def _roots(scores: Scores) -> Floats:
     return np.maximum(root_N, np.float32(SMALLEST_ROOT), out=root_N)
 
 
-def _as_classes(targets_N: Targets, num_samples: int) -> npt.NDArray[np.uint32]:
-    """Renumbers classes 0 … C−1."""
+def _as_classes(targets_N: Targets, num_samples: int) -> Classes:
+    """Renumbers classes 0 … C−1, in 16 bits if they fit."""
     targets_N = np.asarray(targets_N)
     if targets_N.shape != (num_samples,):
         raise ConfigError.of(f"targets of shape ({num_samples},)", targets_N.shape, "give one class per sample")
-    return np.unique(targets_N, return_inverse=True)[1].astype(np.uint32)
+    lowest, span = int(targets_N.min()), int(targets_N.max()) - int(targets_N.min()) + 1
+    if span > max(num_samples, 1 << 16):
+        found_N = np.unique(targets_N, return_inverse=True)[1]
+        return found_N.astype(np.uint16 if found_N.max() < 1 << 16 else np.uint32)
+    is_used_V = np.zeros(span, dtype=bool)
+    for part in parts(num_samples):
+        is_used_V[targets_N[part].astype(np.int64) - lowest] = True
+    number_V = np.cumsum(is_used_V) - 1
+    class_N: Classes = np.empty(num_samples, dtype=np.uint16 if number_V[-1] < 1 << 16 else np.uint32)
+    for part in parts(num_samples):
+        class_N[part] = number_V[targets_N[part].astype(np.int64) - lowest]
+    return class_N
 
 
 def budget(num_samples: int, global_batch: int, keep: float) -> int:
@@ -258,7 +300,7 @@ def _hand_out(units_N: Units, floor_N: Units, rest: int) -> None:
             rest += int(give.sum(dtype=np.int64))
 
 
-def draw_systematic(units_N: Units, seed: int, epoch: int, class_N: npt.NDArray[np.uint32] | None = None) -> Indices:
+def draw_systematic(units_N: Units, seed: int, epoch: int, class_N: Classes | None = None) -> Order:
     """Draws a fixed number of samples without replacement, each with its own probability, from one random number.
 
     Args:
@@ -268,9 +310,10 @@ def draw_systematic(units_N: Units, seed: int, epoch: int, class_N: npt.NDArray[
         class_N: Classes as 0 … C−1, to draw stratified; or None.
 
     Returns:
-        int64 (K,), distinct, in the order of the line: shuffle before use.
+        int32 (K,), distinct, in the order of the line: shuffle before use.
     """
-    line_N = generator(seed, epoch, Purpose.ARRANGE).permutation(len(units_N)).astype(np.int64, copy=False)
+    line_N: Order = np.arange(len(units_N), dtype=np.int32)
+    generator(seed, epoch, Purpose.ARRANGE).shuffle(line_N)
     if class_N is not None:
         line_N = _classes_together(line_N, class_N, seed, epoch)
     start = int(generator(seed, epoch, Purpose.START).integers(ONE))
@@ -284,7 +327,7 @@ def draw_systematic(units_N: Units, seed: int, epoch: int, class_N: npt.NDArray[
     return line_N[marked_N]
 
 
-def _classes_together(line_N: Indices, class_N: npt.NDArray[np.uint32], seed: int, epoch: int) -> Indices:
+def _classes_together(line_N: Order, class_N: Classes, seed: int, epoch: int) -> Order:
     """Sorts by class, stably, the classes in a random order of their own."""
     num_classes = int(class_N.max()) + 1
     place_C = generator(seed, epoch, Purpose.TIES).permutation(num_classes)

@@ -9,13 +9,24 @@ from __future__ import annotations
 import numpy as np
 from typing_extensions import override
 
-from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Validation, generator
-from shade.types import Bools
+from shade.sampling.base import MODES, Draw, Purpose, Receipt, SamplingMode, Scores, Validation, generator, is_large
+from shade.types import Bools, Order
+
+
+def shuffled(num_samples: int, random: np.random.Generator) -> Order:
+    """Returns the numbers below ``num_samples`` in a random order, as int32."""
+    if is_large(num_samples):
+        from shade.sampling import large
+
+        return large.permuted(num_samples, random)
+    order_N: Order = np.arange(num_samples, dtype=np.int32)
+    random.shuffle(order_N)
+    return order_N
 
 
 def full_epoch(num_samples: int, seed: int, epoch: int, *, has_classes: bool) -> Draw:
     """Draws all N samples once, without weights. The receipt's class drift is 0 if there are classes, otherwise nan."""
-    order_K = generator(seed, epoch, Purpose.SHUFFLE).permutation(num_samples).astype(np.int64, copy=False)
+    order_K = shuffled(num_samples, generator(seed, epoch, Purpose.SHUFFLE))
     receipt = Receipt(
         drawn=num_samples,
         mean_inclusion=1.0,

@@ -8,10 +8,18 @@ import pytest
 from shade.errors import ConfigError
 from shade.importance import SCORES
 from shade.policy import POLICIES
-from shade.sampling import MODES, SamplingMode, Scores, Validation, num_steps, rank_order
+from shade.sampling import MODES, SamplingMode, Scores, Validation, base, large, num_steps, rank_order
 
 N, G, SEED = 1003, 48, 7
 MAY_REPEAT = {"pads"}
+
+
+@pytest.fixture(autouse=True, params=["small", "large"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws the small sets of these tests as `shade.sampling.large` draws large ones, too."""
+    if request.param == "large":
+        monkeypatch.setattr(base, "LARGE", 0)
+        monkeypatch.setattr(large, "BUCKET", 64)
 
 
 @pytest.fixture(params=list(MODES))
@@ -65,7 +73,7 @@ def test_order_is_whole_steps_of_real_samples(mode: SamplingMode, epoch: int) ->
     draw = mode.draw(epoch, some_scores(), **CIRCUMSTANCES)
     order_K = draw.order_K
     assert draw.epoch == epoch
-    assert order_K.dtype == np.int64
+    assert order_K.dtype == np.int32
     assert order_K.min() >= 0
     assert order_K.max() < N
     assert len(order_K) == N or len(order_K) % G == 0

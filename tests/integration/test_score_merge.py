@@ -43,8 +43,8 @@ def losses_of(index_B: torch.Tensor, epoch: int, dtype: torch.dtype) -> torch.Te
 
 def orders() -> list[np.ndarray]:
     """Epochs without and with duplicates (within a global batch, and across ranks)."""
-    epochs = [UniformMode(N, G, 5).draw(epoch, None).order_K for epoch in range(EPOCHS)]
-    return [*epochs, PadsMode(N, G, 5).draw(EPOCHS, None).order_K]
+    epochs = [UniformMode(N, G, 5).draw(epoch, None) for epoch in range(EPOCHS)]
+    return [draw.order_K.astype(np.int64) for draw in (*epochs, PadsMode(N, G, 5).draw(EPOCHS, None))]
 
 
 def digest(table: ImportanceTable) -> str:

@@ -45,7 +45,7 @@ from shade.errors import ConfigError, StoreError
 from shade.policy import POLICIES
 from shade.policy.base import EpochPlan
 from shade.sampling.shards import NOWHERE, redeal
-from shade.types import Bools, Floats, Indices
+from shade.types import Bools, Floats, Indices, Order
 
 logger = logging.getLogger("shade.data")
 
@@ -177,12 +177,12 @@ class CachePlanner:
         policy = self._cache.policy
         return policy.resident_N if policy is not None and self._started else None
 
-    def draw_of_leader(self, epoch: int) -> tuple[Indices, Floats | None] | None:
+    def draw_of_leader(self, epoch: int) -> tuple[Order, Floats | None] | None:
         """Returns the draw of the job whose stream this one takes (`CoordinatedRead.draw_of`); None if it draws for
         itself."""
         return None if self._coordinated is None else self._coordinated.draw_of(epoch)
 
-    def publish_draw(self, epoch: int, order_K: Indices, weight_N: Floats | None) -> None:
+    def publish_draw(self, epoch: int, order_K: Order, weight_N: Floats | None) -> None:
         """Publishes a draw for the jobs that take this job's stream."""
         if self._coordinated is not None:
             self._coordinated.publish(epoch, order_K, weight_N)

@@ -33,10 +33,10 @@ import xxhash
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shade.errors import ConfigError
-from shade.sampling.base import Draw, Receipt
+from shade.sampling.base import Draw, Receipt, parts, picked
 from shade.sampling.receipt import measure
 from shade.sampling.shards import num_steps, rank_positions, rank_slice
-from shade.types import Floats, Indices
+from shade.types import Floats, Indices, Order
 
 DEALT_STEPS = 128
 """How many steps back the shard remembers what was dealt."""
@@ -67,7 +67,7 @@ class RankShard:
             )
         )
 
-    def epoch_order(self, drawn_K: Indices) -> Indices:
+    def epoch_order(self, drawn_K: Order) -> Order:
         """Returns the order that the ranks go through: the drawn one, with its last step cut off or padded."""
         stop = self._slice(self.num_steps(len(drawn_K)) - 1, self._num_replicas - 1, len(drawn_K)).stop
         return drawn_K[:stop] if stop <= len(drawn_K) else np.concatenate([drawn_K, drawn_K[: stop - len(drawn_K)]])
@@ -77,11 +77,12 @@ class RankShard:
             step, rank, num_drawn=num_drawn, global_batch=self._global_batch, world_size=self._num_replicas
         )
 
-    def of(self, order_K: Indices, num_drawn: int, step: int) -> tuple[Indices, slice]:
+    def of(self, order_K: Order, num_drawn: int, step: int) -> tuple[Indices, slice]:
         """Returns one global batch of an `epoch_order`, and this rank's places in it by position."""
         start = step * self._global_batch
         mine = self._slice(step, self._rank, num_drawn)
-        return order_K[start : start + self._global_batch], slice(mine.start - start, mine.stop - start)
+        index_G = order_K[start : start + self._global_batch].astype(np.int64)
+        return index_G, slice(mine.start - start, mine.stop - start)
 
     def begin(self) -> None:
         """Forgets what was dealt in the pass before."""
@@ -92,7 +93,7 @@ class RankShard:
         self._dealt[step] = index_B
         self._dealt.pop(step - DEALT_STEPS, None)
 
-    def dealt(self, drawn_K: Indices, steps: Iterable[int]) -> list[Indices]:
+    def dealt(self, drawn_K: Order, steps: Iterable[int]) -> list[Indices]:
         """Returns this rank's samples of some steps: as they were dealt, or by position if they are still to come."""
         order_K = self.epoch_order(drawn_K)
         dealt = []
@@ -101,7 +102,7 @@ class RankShard:
             dealt.append(self._dealt.get(step, index_G[mine]))
         return dealt
 
-    def place(self, index_B: Indices, num_done: int, drawn_K: Indices, num_ahead: int) -> tuple[int, bool]:
+    def place(self, index_B: Indices, num_done: int, drawn_K: Order, num_ahead: int) -> tuple[int, bool]:
         """Returns the step in which these samples were dealt, the nearest to ``num_done`` if there are several, and
         whether its last sample is among them.
 
@@ -169,7 +170,7 @@ class SavedDraws:
         for known, saved in self._made:
             if known is draw:
                 return dict(saved)
-        weight_K = None if draw.weight_N is None else torch.from_numpy(draw.weight_N[draw.order_K])
+        weight_K = None if draw.weight_N is None else torch.from_numpy(picked(draw.weight_N, draw.order_K))
         made = {
             "order": torch.from_numpy(draw.order_K.astype(np.int32)),
             "weight": weight_K,
@@ -185,22 +186,26 @@ def load_draw(epoch: int, saved: dict[str, Any], num_samples: int) -> Draw:
 
     Raises ConfigError if the order does not match its hash.
     """
-    order_K = saved["order"].numpy().astype(np.int64)
+    order_K = saved["order"].numpy().astype(np.int32)
     if _digest(order_K) != saved["hash"]:
         raise ConfigError.of("an order that matches its hash", saved["hash"], "restore an older checkpoint")
     weight_N = None
     if saved["weight"] is not None:
         weight_N = np.ones(num_samples, dtype=np.float32)
-        weight_N[order_K] = saved["weight"].numpy()
+        for part in parts(len(order_K)):
+            weight_N[order_K[part]] = saved["weight"].numpy()[part]
     return Draw(epoch, order_K, weight_N, Receipt(**saved["receipt"]))
 
 
-def _digest(order_K: Indices) -> str:
-    """Returns the hash of an order."""
-    return xxhash.xxh3_64_hexdigest(order_K.tobytes())
+def _digest(order_K: Order) -> str:
+    """Returns the hash of an order, as 64-bit numbers."""
+    digest = xxhash.xxh3_64()
+    for part in parts(len(order_K)):
+        digest.update(order_K[part].astype(np.int64).tobytes())
+    return digest.hexdigest()
 
 
-def draw_from(epoch: int, order_K: Indices, weight_N: Floats | None, *, num_samples: int) -> Draw:
+def draw_from(epoch: int, order_K: Order, weight_N: Floats | None, *, num_samples: int) -> Draw:
     """Makes a draw from another job's order and weights (None: all 1); without targets its receipt has no classes."""
     known_N = np.ones(num_samples, dtype=np.float32) if weight_N is None else weight_N
     return Draw(epoch, order_K, weight_N, measure(order_K, known_N))
@@ -216,7 +221,7 @@ class IteratedSampler(Protocol):
     batch_size: int
     """Batch of one rank. A place is saved with it, so that other ranks can find it."""
 
-    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[int]]:
+    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[Any]]:
         """Begins the pass, which ``is_placed`` if the iterator was set to a place; returns how many indices were taken
         before it, and the rest."""
         ...
@@ -266,16 +271,16 @@ class LoaderCount:
         return int(self._attributes["_num_yielded"]) - self._num_before
 
 
-class SamplerIterator(Iterator[int]):
+class SamplerIterator(Iterator[Any]):
     """An iterator over this rank's indices; the sampler does the work."""
 
     def __init__(self, sampler: IteratedSampler) -> None:
         self._sampler = sampler
-        self._rest: Iterator[int] | None = None
+        self._rest: Iterator[Any] | None = None
         self._num_taken: int | None = None
         self._is_placed = False
 
-    def __next__(self) -> int:
+    def __next__(self) -> Any:
         if self._rest is None:
             self._num_taken, self._rest = self._sampler._begin_pass(is_placed=self._is_placed)
         index = next(self._rest)

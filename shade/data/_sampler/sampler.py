@@ -45,8 +45,8 @@ from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.policy.base import EpochPlan
 from shade.sampling import MODES
-from shade.sampling.base import Draw, Receipt, Scores, Validation
-from shade.types import Floats, Indices
+from shade.sampling.base import LARGE, LARGE_ORDER, Draw, Receipt, Scores, Validation, is_large
+from shade.types import Floats, Order
 
 
 class ShadeSampler(DistributedSampler[int]):
@@ -119,6 +119,8 @@ class ShadeSampler(DistributedSampler[int]):
         }
         self._settings |= {"shuffle": shuffle, "drop_last": drop_last}
         self._settings |= {name: value for name, value in options.items() if name != "targets_N"}
+        if is_large(self.num_samples):
+            self._settings["order"] = LARGE_ORDER
         if self.num_replicas > 1 and not distributed and self._mode.uses_scores:
             raise ConfigError.of(
                 "torch.distributed to be initialised: ranks merge their losses through it",
@@ -337,7 +339,7 @@ class ShadeSampler(DistributedSampler[int]):
             self._steps_done = self._done_after(indices)
         return self._steps_done
 
-    def order_of(self, epoch: int) -> Indices:
+    def order_of(self, epoch: int) -> Order:
         """Returns the read-only global order of an epoch that has begun, or of the next one if it is drawn already."""
         if epoch != self.epoch and epoch not in self._draws:
             raise ConfigError.of(
@@ -437,7 +439,7 @@ class ShadeSampler(DistributedSampler[int]):
         self._first_step = self._steps_done = step
         self._is_placed = True
 
-    def _pass(self, order_K: Indices, num_drawn: int) -> Iterator[int]:
+    def _pass(self, order_K: Order, num_drawn: int) -> Iterator[int]:
         """Yields the rest of the epoch, and dispatches each batch just before it is handed out.
 
         The cache is planned for the pass that began last. One that began before and is still used gets the same samples
@@ -542,6 +544,12 @@ class ShadeSampler(DistributedSampler[int]):
         for name, mine in self._settings.items():
             theirs = state["settings"].get(name)
             # A run may be continued for more epochs: what was drawn stays, and only later draws ask for the length.
+            if theirs != mine and name == "order":
+                raise ConfigError.of(
+                    f"a run that draws more than {LARGE} samples as this version does, order={mine!r}",
+                    f"order={theirs!r}",
+                    "resume with the version of shade that saved it, or begin a new run",
+                )
             if theirs != mine and name != "epochs":
                 raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, "resume with the saved settings")
         draws = {int(epoch): load_draw(int(epoch), each, self.num_samples) for epoch, each in state["draws"].items()}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numba
 import numpy as np
@@ -30,7 +30,7 @@ from numba import extending
 from numba.core import cgutils
 from PIL import Image
 
-F = TypeVar("F", bound=Callable[..., Any])
+from shade._lazy import compiled
 
 PRECISION = 22
 """Bits behind the point of a weight: Pillow's ``32 - 8 - 2``."""
@@ -40,14 +40,6 @@ PIXELS = 4
 _HALF = 1 << (PRECISION - 1)
 _BYTE, _INT = ir.IntType(8), ir.IntType(32)
 _BYTES, _INTS = ir.VectorType(_BYTE, LANES), ir.VectorType(_INT, LANES)
-
-
-def compiled(function: F) -> F:
-    """Compiles in numba's nopython mode, without the interpreter's lock, cached on disk if there is a folder for it."""
-    try:
-        return cast(F, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # no folder to keep it in
-        return cast(F, numba.njit(nogil=True)(function))
 
 
 def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

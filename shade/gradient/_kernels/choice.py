@@ -15,15 +15,13 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
 from shade.gradient._kernels import arrays
 from shade.gradient._kernels.arrays import Places
 from shade.types import Bools, Floats
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("shade.gradient")
 _lock = threading.Lock()
@@ -71,20 +69,6 @@ def candidates() -> list[Kernels]:
     """Returns every implementation that works on this machine, numpy's first and the fastest last."""
     module = choose("shade.gradient._kernels.loops", arrays)
     return [ARRAYS] if module is arrays else [ARRAYS, _kernels("numba", module)]
-
-
-def compiled(function: F) -> F:
-    """Compiles a function with numba; it runs without the interpreter lock.
-
-    ``fastmath`` stays off: sums keep their order and no product is fused into a sum, so every processor gives the same
-    bits. A division by 0 gives infinity, as in numpy; a check for it would prevent vector code.
-    """
-    import numba
-
-    try:
-        return cast(F, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
-    except RuntimeError:  # there is no folder to keep the build in
-        return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
 
 
 def choose(loops: str, twin: Any) -> Any:

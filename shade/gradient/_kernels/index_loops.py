@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shade._lazy import compiled
 from shade.gradient._kernels import lanes
-from shade.gradient._kernels.choice import compiled
 
 _U64 = np.uint64
 _TILE_BITS = 15

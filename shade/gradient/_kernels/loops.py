@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
+from shade._lazy import compiled
 from shade.gradient._kernels import lanes
 from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places, aligned_zeros
-from shade.gradient._kernels.choice import compiled
 from shade.types import Bools, Floats
 
 _U64 = np.uint64

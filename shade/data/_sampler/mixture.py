@@ -1,0 +1,548 @@
+"""MixtureSampler and PackedDataset: token data sets in given shares, packed into full sequences.
+
+The sampler yields what a sequence consists of (`shade.sampling.packing.PackedSequence`), not a number. So a worker
+needs the data set alone to read it, whatever the weights are by then, and workers that stay see every change.
+
+A *round* is a fixed number of sequences of all ranks. Its sequences are packed when it begins, on every rank alike, and
+dealt to the ranks by position, as an epoch is: step t is G sequences, of which rank r takes the r-th piece. Weights
+change between rounds only, from the losses of the round before, which all ranks report. Losses are added up in whole
+numbers of 2**-20, for which the order of additions does not matter. So the stream depends on seed, weights and losses,
+and on no number of ranks, no worker and no interruption.
+
+A checkpoint holds where the stream was as the round began, and how many steps of the round are done; the rest follows.
+Invariant: the tokens of step t are the same for all numbers of ranks whose global batch is the same.
+
+Legend: S sources · B batch of one rank · G global batch · L length of a sequence.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.utils.data import Dataset, Sampler
+
+from shade.data._sampler.rank_shard import LoaderCount, SamplerIterator
+from shade.errors import ConfigError
+from shade.importance import ScoreMerger
+from shade.sampling import num_steps, rank_positions
+from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
+from shade.types import Floats, Indices
+
+NO_LABEL = -100
+"""What `torch.nn.functional.cross_entropy` ignores."""
+
+_POINT = 1 << 20
+"""Losses are counted in units of its inverse …"""
+_LARGEST = float(1 << 20)
+"""… and up to this."""
+
+
+class _Arrays:
+    """A source whose documents lie end to end in one array, which may be mapped from a file."""
+
+    def __init__(self, name: str, tokens: Any, offsets: Any) -> None:
+        tokens, offset_N = (tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)), np.asarray(offsets)
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ConfigError.of(
+                f"a 1-D array of integers as the tokens of {name!r}",
+                f"{tokens.dtype} of shape {tokens.shape}",
+                "put all documents end to end, np.concatenate(documents)",
+            )
+        is_ascending = offset_N.ndim == 1 and len(offset_N) > 1 and bool((np.diff(offset_N) >= 0).all())
+        if not is_ascending or int(offset_N[0]) < 0 or int(offset_N[-1]) > len(tokens):
+            raise ConfigError.of(
+                f"ascending offsets of {name!r} within its {len(tokens)} tokens, one more than documents",
+                f"{len(np.atleast_1d(offset_N))} from {offset_N.flat[0] if offset_N.size else None} "
+                f"to {offset_N.flat[-1] if offset_N.size else None}",
+                "write offsets = np.concatenate([[0], np.cumsum(lengths)])",
+            )
+        self._tokens, self._offset_N = tokens, offset_N.astype(np.int64)
+        self.length_N = np.diff(self._offset_N)
+
+    def read(self, document: int, start: int, stop: int) -> Indices:
+        begin = int(self._offset_N[document])
+        return np.asarray(self._tokens[begin + start : begin + stop]).astype(np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Names the file of a mapped array instead of copying it into each worker."""
+        state, tokens = self.__dict__.copy(), self._tokens
+        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap) and tokens.filename is not None:
+            state["_tokens"] = (str(tokens.filename), tokens.dtype, tokens.offset, tokens.shape)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state["_tokens"], tuple):
+            file, dtype, offset, shape = state["_tokens"]
+            state["_tokens"] = np.memmap(file, dtype, "r", offset, shape)
+        self.__dict__.update(state)
+
+
+class _Items:
+    """A source whose items are documents."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self._name, self._dataset = name, dataset
+        self.length_N = np.array([len(self._item(document)) for document in range(len(dataset))], dtype=np.int64)
+
+    def read(self, document: int, start: int, stop: int) -> Indices:
+        item = self._item(document)
+        if len(item) != self.length_N[document]:
+            raise ConfigError.of(
+                f"document {document} of {self._name!r} with {self.length_N[document]} tokens, as when the "
+                "PackedDataset was made",
+                len(item),
+                "documents must stay the same: put random steps after the packing",
+            )
+        return item[start:stop]
+
+    def _item(self, document: int) -> Indices:
+        item = torch.as_tensor(self._dataset[document])
+        if item.ndim != 1 or item.is_floating_point() or item.is_complex() or item.dtype == torch.bool:
+            raise ConfigError.of(
+                f"1-D integer tensors as the items of {self._name!r}",
+                f"{item.dtype} of shape {tuple(item.shape)} at {document}",
+                "wrap the data set so that an item is its token ids alone",
+            )
+        return item.to(torch.int64).numpy()
+
+
+class PackedDataset(Dataset[dict[str, torch.Tensor]]):
+    """Joins token data sets; a `MixtureSampler` says what a sequence consists of.
+
+    An item is a dict of tensors of shape (L,): ``tokens``, ``labels``, ``positions``, ``documents`` and ``sources``. A
+    label is the next token of the same document, −100 where there is none. ``positions`` count from 0 in each document,
+    and in the unfilled end. ``documents`` numbers the documents of the sequence from 0, −1 in the unfilled end.
+    ``sources`` says which source a label is from, −1 where there is no label.
+
+    Args:
+        sources: By name: a pair (tokens, offsets) of arrays, or a map-style data set whose items are 1-D integer
+            tensors, each of which is read once now.
+        length: L, in tokens.
+
+    Raises:
+        ConfigError: No source, a source without a token, or one of another form; ``length`` below 2.
+    """
+
+    def __init__(self, sources: Mapping[str, Any], length: int) -> None:
+        if length < 2:
+            raise ConfigError.of("length ≥ 2 tokens", length, "give the context length of the model")
+        if not sources:
+            raise ConfigError.of("a source at least", "none", 'write PackedDataset({"web": (tokens, offsets)}, …)')
+        self.length = length
+        self.names = tuple(sources)
+        self._sources = [
+            _Arrays(name, *source) if isinstance(source, tuple) and len(source) == 2 else _Items(name, source)
+            for name, source in sources.items()
+        ]
+        self.length_S = [source.length_N for source in self._sources]
+        for name, length_N in zip(self.names, self.length_S, strict=True):
+            if not length_N.sum():
+                raise ConfigError.of(f"a token at least in source {name!r}", "none", "leave the source out")
+        self.digest = xxhash.xxh3_64_hexdigest((repr(self.names) + "".join(map(_digest, self.length_S))).encode())
+        """Hash of the names and of all documents' lengths."""
+
+    def __len__(self) -> int:
+        """Returns how many full sequences all tokens are."""
+        return int(sum(int(length_N.sum()) for length_N in self.length_S)) // self.length
+
+    def __getitem__(self, packed: PackedSequence) -> dict[str, torch.Tensor]:
+        """Reads one sequence.
+
+        Args:
+            packed: As a `MixtureSampler` of this data set yields it.
+
+        Returns:
+            Tensors (L,): ``tokens``, ``labels`` and ``positions`` int64, ``documents`` and ``sources`` int32.
+
+        Raises:
+            ConfigError: A number; a document that has another length by now.
+        """
+        if not isinstance(packed, PackedSequence):
+            raise ConfigError.of(
+                "a sequence of a MixtureSampler",
+                f"{type(packed).__name__} {packed!r}",
+                "write DataLoader(data, batch_size=…, sampler=MixtureSampler(data, …))",
+            )
+        tokens_L, labels_L = np.zeros(self.length, np.int64), np.full(self.length, NO_LABEL, np.int64)
+        positions_L = np.arange(self.length)
+        documents_L, sources_L = np.full(self.length, -1, np.int32), np.full(self.length, -1, np.int32)
+        end = 0
+        for number, (source, document, start, stop) in enumerate(packed.pieces):
+            at, end = slice(end, end + stop - start), end + stop - start
+            # One token more, if the document has it: the label of the last.
+            read = self._sources[source].read(document, start, min(stop + 1, int(self.length_S[source][document])))
+            tokens_L[at] = read[: stop - start]
+            labels_L[at.start : at.start + len(read) - 1] = read[1:]
+            positions_L[at] = np.arange(stop - start)
+            documents_L[at] = number
+            sources_L[at.start : at.start + len(read) - 1] = source
+        positions_L[end:] = np.arange(self.length - end)
+        arrays: dict[str, npt.NDArray[Any]] = {"tokens": tokens_L, "labels": labels_L, "positions": positions_L}
+        arrays |= {"documents": documents_L, "sources": sources_L}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _digest(length_N: npt.NDArray[np.int64]) -> str:
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(length_N, dtype="<i8").tobytes())
+
+
+def cu_seqlens(positions: torch.Tensor) -> torch.Tensor:
+    """Returns where documents begin in a batch that is laid end to end, as kernels for sequences of different lengths
+    take it; the unfilled end of a sequence counts as a document.
+
+    Args:
+        positions: (B, L) or (L,), as a `PackedDataset` gives them.
+
+    Returns:
+        int32 (number of documents + 1,), from 0 to B·L, on the same device.
+    """
+    flat = positions.reshape(-1)
+    starts = torch.nonzero(flat == 0).reshape(-1)
+    return torch.cat([starts, starts.new_tensor([len(flat)])]).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class MixtureReceipt:
+    """One round, in numbers that can be checked; the dicts are by source."""
+
+    round: int
+    wanted: dict[str, float]
+    """Share of the tokens by the weights of the round."""
+    measured: dict[str, float]
+    """Share of the tokens of all rounds since the start of the run, this one included, that the sequences hold."""
+    tokens: dict[str, int]
+    """Tokens in the sequences of this round."""
+    filled: float
+    """Share of the round's positions that hold a token."""
+    passes: dict[str, int]
+    """Complete passes over each source."""
+    losses: dict[str, float] | None = None
+    """Mean loss of a token over all ranks; None while the round lasts, and nan where none was reported."""
+
+
+class _SourceLosses:
+    """Adds up the losses of all ranks by source, in whole numbers: a `shade.importance.table.ReportTable`."""
+
+    def __init__(self, num_sources: int) -> None:
+        self.total_S, self.count_S = np.zeros((2, num_sources), np.int64)
+
+    def update(self, index_B: Indices, loss_B: Floats) -> None:
+        """Takes in one report of each rank: S sums, then S counts."""
+        del loss_B
+        total_S, count_S = index_B.reshape(-1, 2, len(self.total_S)).sum(axis=0)
+        self.total_S += total_S
+        self.count_S += count_S
+
+    def update_in_order(self, index_B: Indices, loss_B: Floats, sizes: Sequence[int]) -> None:
+        """Takes in several reports; the order does not matter."""
+        del sizes
+        self.update(index_B, loss_B)
+
+    def means(self) -> list[float]:
+        """Returns the mean loss of a token of each source; nan where none was counted."""
+        return [
+            int(total) / int(count) / _POINT if count else float("nan")
+            for total, count in zip(self.total_S, self.count_S, strict=True)
+        ]
+
+
+class MixtureSampler(Sampler[PackedSequence]):
+    """Yields this rank's sequences of one round after the other.
+
+    Args:
+        dataset: What the DataLoader reads.
+        num_replicas: Ranks; from torch.distributed when None.
+        rank: This rank; from torch.distributed when None.
+        weights: Share of the tokens of each source, > 0; only ratios matter.
+        batch_size: Sequences of one rank a step; the same number that the DataLoader gets.
+        round_sequences: Sequences of all ranks in a round, a multiple of batch size × ranks.
+        seed: The same on every rank.
+        adapt: How far weights follow the losses: each is multiplied by its source's mean loss to this power. 0: not.
+        floor: Least share of its given weight that a source keeps, in [0, 1].
+        window: Documents that wait to be packed, ≥ 1.
+
+    Raises:
+        ConfigError: An argument out of range, or weights of other sources.
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        *,
+        weights: Mapping[str, float],
+        batch_size: int,
+        round_sequences: int,
+        seed: int = 0,
+        adapt: float = 0.0,
+        floor: float = 0.5,
+        window: int = 64,
+    ) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
+        self.rank = (dist.get_rank() if distributed else 0) if rank is None else rank
+        self.batch_size, self.global_batch = batch_size, batch_size * self.num_replicas
+        self._names = dataset.names
+        self._settings: dict[str, Any] = {
+            "sources": dataset.digest,
+            "length": dataset.length,
+            "weights": {name: float(weight) for name, weight in weights.items()},
+            "global_batch": self.global_batch,
+            "round_sequences": round_sequences,
+            "seed": seed,
+            "adapt": adapt,
+            "floor": floor,
+            "window": window,
+        }
+        self._check(distributed)
+        self._weight_S = [float(weights[name]) for name in self._names]
+        self._adapt, self._floor, self._num_sequences = adapt, floor, round_sequences
+        self.num_steps = num_steps(round_sequences, self.global_batch)
+        """Steps of a round."""
+        self._packer = SequencePacker(dataset.length_S, dataset.length, seed, window)
+        self._length = dataset.length
+        self._share_S = shares_of(self._weight_S)
+        self._losses = _SourceLosses(len(self._names))
+        self._loss_S = [float("nan")] * len(self._names)
+        self._merger: ScoreMerger | None = None
+        if self.num_replicas == 1 or distributed:
+            self._merger = ScoreMerger(self._losses, 2 * len(self._names))
+        self.round = 0
+        """The present round."""
+        self.receipts: list[MixtureReceipt] = []
+        """Of the rounds that this process has begun."""
+        self._emitted_S = np.zeros(len(self._names), np.int64)
+        self._before = self._start()
+        self._sequences: list[PackedSequence] = []
+        self._first_step = self._num_reported = self._num_dealt = 0
+        self._count: LoaderCount | None = None
+
+    def _check(self, distributed: bool) -> None:
+        """Raises ConfigError for settings out of range."""
+        weights, step = self._settings["weights"], self.global_batch
+        if not 0 <= self.rank < self.num_replicas:
+            raise ConfigError.of(f"a rank below num_replicas={self.num_replicas}", self.rank, "ranks count from 0")
+        if self.batch_size < 1:
+            raise ConfigError.of("batch_size ≥ 1", self.batch_size, "pass the DataLoader's batch_size")
+        if set(weights) != set(self._names):
+            raise ConfigError.of(f"a weight for each of {list(self._names)}", list(weights), "name each source once")
+        if not all(0 < weight < float("inf") for weight in weights.values()):
+            raise ConfigError.of("weights > 0", weights, "leave a source that is not used out of the PackedDataset")
+        for name, is_right, expected in (
+            ("round_sequences", self._settings["round_sequences"] % step == 0, f"a multiple of {step} ≥ {step}"),
+            ("round_sequences", self._settings["round_sequences"] >= step, f"a multiple of {step} ≥ {step}"),
+            ("adapt", 0 <= self._settings["adapt"] < float("inf"), "a power ≥ 0"),
+            ("floor", 0 <= self._settings["floor"] <= 1, "a share in [0, 1]"),
+            ("window", self._settings["window"] >= 1, "a number ≥ 1"),
+        ):
+            if not is_right:
+                cure = "steps are batch_size × ranks sequences" if "multiple" in expected else f"leave {name} out"
+                raise ConfigError.of(f"{name}: {expected}", self._settings[name], cure)
+        if distributed and dist.get_world_size() != self.num_replicas:
+            raise ConfigError.of(
+                f"num_replicas equal to the world size {dist.get_world_size()}", self.num_replicas, "leave it out"
+            )
+        if self._settings["adapt"] and self.num_replicas > 1 and not distributed:
+            raise ConfigError.of(
+                "torch.distributed to be initialised: ranks merge their losses through it",
+                f"adapt={self._settings['adapt']} with num_replicas={self.num_replicas}",
+                "call torch.distributed.init_process_group('gloo') first, or leave adapt out",
+            )
+
+    def report(self, sources: torch.Tensor, losses: torch.Tensor) -> None:
+        """Reports the losses of one batch; once a step on every rank. Does not wait for the device or the network.
+
+        Args:
+            sources: Integer (B, L), as they came with the batch, on any device.
+            losses: float (B, L), ≥ 0, one for each label, on the same device; detached here. Those without a label, and
+                those that are not finite, do not count.
+
+        Raises:
+            ConfigError: Tensors of different shapes.
+        """
+        if sources.shape != losses.shape:
+            raise ConfigError.of(
+                "sources and losses of one shape (B, L)",
+                (tuple(sources.shape), tuple(losses.shape)),
+                "compute the losses with reduction='none', and report the sources of the same batch",
+            )
+        self._num_reported += 1
+        if self._merger is None:
+            return
+        losses = losses.detach().double()
+        counted = (sources >= 0) & torch.isfinite(losses)
+        points = (torch.nan_to_num(losses).clamp(0.0, _LARGEST) * _POINT).round().to(torch.int64)
+        masks = [counted & (sources == source) for source in range(len(self._names))]
+        sums = [(points * mask).sum() for mask in masks] + [mask.sum() for mask in masks]
+        report = torch.stack(sums)
+        self._merger.report(report, torch.zeros(len(report), device=report.device))
+
+    @property
+    def steps_done(self) -> int:
+        """Returns the steps of the present round whose losses were reported; without a report, those whose batches the
+        loop has got from its loader."""
+        if self._num_reported:
+            return min(self._first_step + self._num_reported, self.num_steps)
+        num_got = self._num_dealt if self._count is None else self._count()
+        return min(self._first_step + num_got, self.num_steps)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Accepts the number of the round that comes next, for loops that set an epoch; rounds count themselves.
+
+        Raises ConfigError for another number: a round follows from the one before it.
+        """
+        coming = self.round + (self.steps_done >= self.num_steps)
+        if epoch != coming:
+            raise ConfigError.of(
+                f"round {coming}, which comes next", epoch, "leave set_epoch out: rounds count themselves"
+            )
+
+    def __len__(self) -> int:
+        """Returns how many sequences this rank takes in the round, or in the rest of it."""
+        return (self.num_steps - self._first_step % self.num_steps) * self.batch_size
+
+    def __iter__(self) -> SamplerIterator:
+        return SamplerIterator(self)
+
+    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[PackedSequence]]:
+        """Begins a pass: the next round if the last is done, else the rest of it after what was reported."""
+        if not is_placed:
+            if self.steps_done >= self.num_steps:
+                self._advance()
+            elif self._num_reported:
+                self._first_step = self.steps_done
+        self._num_reported = self._num_dealt = 0
+        self._count = LoaderCount.of_caller()
+        if not self._sequences:
+            self._begin_round()
+        return self._first_step * self.batch_size, self._pass(self._sequences, self._first_step)
+
+    def _pass(self, sequences: list[PackedSequence], first_step: int) -> Iterator[PackedSequence]:
+        """Yields this rank's part of the rest of the round."""
+        positions = rank_positions(
+            self.rank,
+            num_drawn=len(sequences),
+            global_batch=self.global_batch,
+            world_size=self.num_replicas,
+            cursor=first_step * self.global_batch,
+        )
+        for number, position in enumerate(positions.tolist()):
+            self._num_dealt = number // self.batch_size + 1
+            yield sequences[position]
+
+    def _seek(self, step: int, *, is_between: bool) -> None:
+        """Sets where the next pass begins, for a loader that keeps its own place."""
+        if not is_between and step != self.num_steps:
+            raise ConfigError.of(
+                "a place between two batches", f"step {step}", "give loader and sampler one batch_size"
+            )
+        self._first_step, self._num_reported, self._num_dealt, self._count = step, 0, 0, None
+
+    def _start(self) -> dict[str, Any]:
+        """Returns where the stream is as a round begins."""
+        return {"packer": self._packer.state_dict(), "emitted": self._emitted_S.tolist()}
+
+    def _begin_round(self) -> None:
+        """Packs the round's sequences, and writes its receipt."""
+        self._sequences = self._packer.pack(self._share_S, self._num_sequences)
+        token_S = np.zeros(len(self._names), np.int64)
+        for packed in self._sequences:
+            for piece in packed.pieces:
+                token_S[piece.source] += piece.stop - piece.start
+        self._emitted_S = self._emitted_S + token_S
+        measured_S = self._emitted_S / self._emitted_S.sum()
+        self.receipts.append(
+            MixtureReceipt(
+                round=self.round,
+                wanted=self._by_name([share / sum(self._share_S) for share in self._share_S]),
+                measured=self._by_name(measured_S.tolist()),
+                tokens=self._by_name(token_S.tolist()),
+                filled=int(token_S.sum()) / (self._num_sequences * self._length),
+                passes=self._by_name(self._packer.passes),
+            )
+        )
+
+    def _by_name(self, value_S: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self._names, value_S, strict=True))
+
+    def _advance(self) -> None:
+        """Turns to the next round, with the weights that follow from the losses of the present one."""
+        if not self._sequences:
+            self._begin_round()
+        if self._merger is not None:
+            self._merger.flush()
+        mean_S = self._losses.means()
+        if self._adapt and not self._losses.count_S.any():
+            raise ConfigError.of(
+                f"the losses of round {self.round}, which the weights of the next one follow",
+                "no report",
+                "call sampler.report(batch['sources'], losses) once a step, or leave adapt out",
+            )
+        if self.receipts:
+            self.receipts[-1] = replace(self.receipts[-1], losses=self._by_name(mean_S))
+        # A source without a token in this round keeps its last loss; without any, it counts as the mean of the others.
+        self._loss_S = [new if new == new else old for new, old in zip(mean_S, self._loss_S, strict=True)]
+        if self._adapt:
+            known = [loss for loss in self._loss_S if loss == loss]
+            filled_S = [loss if loss == loss else sum(known) / len(known) for loss in self._loss_S]
+            self._share_S = adapted(self._weight_S, filled_S, self._adapt, self._floor)
+        self._losses.total_S[:] = self._losses.count_S[:] = 0
+        self.round += 1
+        self._first_step = self._num_reported = self._num_dealt = 0
+        self._sequences, self._before = [], self._start()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that decides the rest of the stream, as plain numbers.
+
+        Call it between steps; one rank may call it alone.
+        """
+        if self._merger is not None:
+            self._merger.flush()
+        return {
+            "settings": dict(self._settings),
+            "round": self.round,
+            "steps_done": self.steps_done,
+            "before": self._before,
+            "shares": list(self._share_S),
+            "losses": list(self._loss_S),
+            "totals": [self._losses.total_S.tolist(), self._losses.count_S.tolist()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a `state_dict`: the same sequences follow, on any number of ranks with the same global batch.
+
+        Args:
+            state: Of a sampler with the same settings, on sources with the same documents.
+
+        Raises:
+            ConfigError: The state belongs to other settings or other sources.
+        """
+        for name, mine in self._settings.items():
+            theirs = state["settings"].get(name)
+            if theirs != mine:
+                cure = "resume with the sources of that run" if name == "sources" else "resume with the saved settings"
+                raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, cure)
+        if self._merger is not None:
+            self._merger.flush()
+        self._before = dict(state["before"])
+        self._packer.load_state_dict(self._before["packer"])
+        self._emitted_S = np.array(self._before["emitted"], np.int64)
+        self.round, self._first_step = int(state["round"]), int(state["steps_done"])
+        self._share_S = [int(share) for share in state["shares"]]
+        self._loss_S = [float(loss) for loss in state["losses"]]
+        self._losses.total_S[:], self._losses.count_S[:] = state["totals"]
+        self._sequences, self._num_reported, self._num_dealt, self._count = [], 0, 0, None
+
+    def close(self) -> None:
+        """Ends the thread that merges losses. Safe to call twice."""
+        if self._merger is not None:
+            self._merger.close()

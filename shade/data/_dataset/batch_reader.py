@@ -20,8 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import default_generator
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shade.cache.cache import SampleCache
+from shade.data._dataset import item_codec
 from shade.data._dataset.content import fingerprints_in, innermost_transform
 from shade.data._dataset.source import PreparedSource, SampleSource
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
@@ -34,6 +36,16 @@ _REPLACEMENTS = 64
 _COMPARED_HITS = 1024
 """One hit in so many is compared with the origin; at first more are."""
 Transforms = list[Callable[[Any], Any]]
+
+
+class CollatedBatch:
+    """A batch that is collated already; ``default_collate`` of a list with this alone returns its ``parts``."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+
+default_collate_fn_map[CollatedBatch] = lambda batch, **_: batch[0].parts
 
 
 class TransformChain:
@@ -175,6 +187,12 @@ class BatchReader:
             raise IndexError(f"expected a sample index below {len(self)}, got {index}")
         return index % len(self)
 
+    def checked_many(self, indices: Sequence[int]) -> list[int]:
+        """Returns what `checked` returns for each index, and raises as it does."""
+        found = [operator.index(index) for index in indices]
+        is_right = bool(found) and 0 <= min(found) and max(found) < len(self)
+        return found if is_right else [self.checked(index) for index in found]
+
     def fetch(self, indices: Sequence[int]) -> list[Any]:
         """Fetches the payloads of a batch: one round to the cache, one to the origin.
 
@@ -239,6 +257,18 @@ class BatchReader:
         self.count_time(*batch.fill(0, len(batch), samples_BCHW.numpy()))
         batch.finish(samples_BCHW.numpy())
         return batch.items(indices, samples_BCHW)
+
+    def finish_collated(self, indices: Sequence[int], payloads: list[Any], seed: int = 0) -> list[Any]:
+        """Returns what ``default_collate`` turns into the batch that it would make of `finish`: the batch in a
+        `CollatedBatch` where that saves an object a sample, else the samples."""
+        has_transforms = bool(self.transforms.samples or self.transforms.targets)
+        if self._source.has_encoded_items and not has_transforms:
+            begun = time.perf_counter_ns()
+            parts = item_codec.collated(payloads, indices)
+            if parts is not None:
+                self.count_time(time.perf_counter_ns() - begun, 0)
+                return [CollatedBatch(parts)]
+        return self.finish(indices, payloads, seed)
 
     def fuse(self, indices: Sequence[int], payloads: list[Any], generator: torch.Generator) -> FusedBatch:
         """Draws a batch, where `is_fused`; its samples may then be rendered in any order. The generator gives all

@@ -40,11 +40,12 @@ PART_SAMPLES = 8
 
 
 class SeededBatch(list[int]):
-    """A batch's indices, on their way to a worker, with the seed of its random draws."""
+    """A batch's indices, on their way to a worker, with the seed of its random draws. It ``collates`` where
+    ``default_collate`` comes next."""
 
-    def __init__(self, indices: Sequence[int] = (), seed: int = 0) -> None:
+    def __init__(self, indices: Sequence[int] = (), seed: int = 0, *, collates: bool = False) -> None:
         super().__init__(indices)
-        self.seed = seed
+        self.seed, self.collates = seed, collates
 
 
 class FusedParts(BatchParts):

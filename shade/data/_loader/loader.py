@@ -80,6 +80,8 @@ class LoaderPass:
     """Batches that it gave."""
     is_seeded: bool = False
     """Whether worker processes draw each batch's random numbers from `seed`."""
+    is_collated: bool = False
+    """Whether `ShadeDataset` may collate its batches."""
     wait_seconds: float = 0.0
     """Time that training waited for batches."""
 
@@ -162,8 +164,12 @@ class EpochProgress:
                 if self._of_order is default_generator:  # which the script restores, if at all
                     default_generator.set_state(now)
         is_seeded = mine.is_seeded and self._sampler is None  # a ShadeSampler's draws follow its epoch
+        marks = is_seeded or mine.is_collated
         for batch in itertools.chain([] if first is None else [first], iterator):
-            yield SeededBatch(batch, mine.seed) if is_seeded and isinstance(batch, list) else batch
+            if marks and isinstance(batch, list):
+                yield SeededBatch(batch, mine.seed if is_seeded else 0, collates=mine.is_collated)
+            else:
+                yield batch
 
     def got_one(self, mine: LoaderPass, waited_seconds: float) -> None:
         """Counts a batch that training has got."""
@@ -392,6 +398,7 @@ class ShadeLoader(DataLoader[Any]):
     def _processes(self) -> Iterator[Any]:
         """Returns DataLoader's iterator. The workers that stay serve one pass at a time: another that begins meanwhile
         gets workers of its own."""
+        self._progress.begun.is_collated = self.batch_sampler is not None and self.collate_fn is default_collate
         if not self.num_workers:
             return super().__iter__()
         served = None if self._persistent is None else self._persistent()
@@ -408,7 +415,7 @@ class ShadeLoader(DataLoader[Any]):
             readers, self._num_readers = [self._reader.for_worker(number) for number in numbers], numbers.stop
         fetchers, workers = readers[:_FETCHERS], readers[_FETCHERS:]
         assert self.batch_sampler is not None
-        order, checked = iter(self.batch_sampler), self._reader.checked
+        order, checked = iter(self.batch_sampler), self._reader.checked_many
         seed, buffers, collated = self._progress.draw_seed(), self._buffers, self.collate_fn is default_collate
         fused, target = self._reader.is_fused, self.device if self._decodes_on_device else None
 
@@ -422,7 +429,7 @@ class ShadeLoader(DataLoader[Any]):
         return _ThreadEpoch(
             LoaderPipeline(begin, len(fetchers), len(workers)),
             partial(self._free_readers.append, readers),
-            ([checked(index) for index in batch] for batch in order),
+            map(checked, order),
             self._depth,
             self.timeout or None,
             DrawnParts.render

@@ -48,6 +48,8 @@ _DTYPES = {
 _JSON = json.JSONEncoder(separators=(",", ":"))
 _COLLATED_KINDS = "biuf"
 _MOST_LAYOUTS = 4096
+INLINE_BYTES = 1 << 18
+"""A column of a batch up to this size is faster in a message than in shared memory."""
 _TV_TENSORS: dict[str, Any] = {kind.__name__: kind for kind in (tv_tensors.Image, tv_tensors.Mask, tv_tensors.Video)}
 
 
@@ -262,6 +264,9 @@ def collated(payloads: Sequence[Any], indices: Sequence[int]) -> list[Any] | Non
     """Returns ``default_collate`` of the samples ``(*item, index)`` that were encoded; None if these payloads have to be
     decoded one by one: they differ in more than values, hold what is no tensor, array, number or string, or are
     damaged."""
+    if len(_layouts) > _MOST_LAYOUTS:  # values differ from item to item, such as weights
+        _layouts.clear()
+        _specs.clear()
     layouts = []
     for payload in payloads:
         layout = _layout_at(payload) if isinstance(payload, (bytes, memoryview)) else None
@@ -286,11 +291,10 @@ def _layout_at(payload: bytes | memoryview) -> _ItemLayout | None:
         return _layouts[skeleton]
     except KeyError:
         pass
-    if len(_layouts) >= _MOST_LAYOUTS:  # values differ from item to item, such as weights
-        _layouts.clear()
     values, lengths = list[Any](), list[int]()
     try:
         spec = _spec_of(json.loads(skeleton), values, lengths)
+        spec = _specs.setdefault(spec, spec)
     except (ValueError, TypeError, KeyError, IndexError):  # of another kind, or damaged: `decode` has the last word
         layout = None
     else:
@@ -300,7 +304,7 @@ def _layout_at(payload: bytes | memoryview) -> _ItemLayout | None:
             at += -at % _ALIGN
             spans.append((at, at + length))
             at += length
-        layout = _ItemLayout(_specs.setdefault(spec, spec), tuple(values), tuple(spans), at + -at % _ALIGN)
+        layout = _ItemLayout(spec, tuple(values), tuple(spans), at + -at % _ALIGN)
     _layouts[skeleton] = layout
     return layout
 
@@ -311,6 +315,8 @@ def _spec_of(skeleton: Any, values: list[Any], lengths: list[int]) -> Any:
     if type(skeleton) in (bool, int, float, str):
         values.append(skeleton)
         return ("value",)
+    if type(skeleton) is not dict:
+        raise TypeError("None, or a bare list")
     ((kind, value),) = skeleton.items()
     if kind in ("tuple", "list"):
         return kind, tuple(_spec_of(part, values, lengths) for part in value)
@@ -346,9 +352,9 @@ def _collate(spec: Any, num_samples: int, values: Iterator[Any], buffers: Iterat
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor for a batch, in a worker process in memory that its parent can map, as ``default_collate`` does
-    it."""
-    if get_worker_info() is None:
+    """Returns a tensor for a batch; a large one in a worker process in memory that its parent can map, as
+    ``default_collate`` does it."""
+    if get_worker_info() is None or math.prod(shape) * dtype.itemsize <= INLINE_BYTES:
         return torch.empty(shape, dtype=dtype)
     elem = torch.empty(0, dtype=dtype)
     storage: Any = elem._typed_storage()._new_shared(math.prod(shape), device=elem.device)  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ Method
     checked for its shape and dtype.
 
 Command
-    python benchmarks/bench_small_samples.py --out benchmarks/results      8 minutes on two cores; leave the machine alone
+    python benchmarks/bench_small_samples.py --out benchmarks/results      8 minutes on two idle cores
     python benchmarks/bench_small_samples.py --kinds tokens --rounds 3     some of it
 
     pip install litdata mosaicml-streaming datasets
@@ -313,7 +313,11 @@ def measure(kind: str, names: list[str], rounds: int, num_samples: int) -> list[
                 seen[name].append(child.call("epoch"))
         for child in reversed(list(children.values())):  # a child holds the pipes of those before it
             child.close()
-    lines = [f"## {kind}, {num_samples:,} samples", "", "| loader | samples/s, median | lowest – highest | CPU µs a sample |"]
+    lines = [
+        f"## {kind}, {num_samples:,} samples",
+        "",
+        "| loader | samples/s, median | lowest – highest | CPU µs a sample |",
+    ]
     lines.append("|---|---|---|---|")
     for name, epochs in seen.items():
         if name in missing:

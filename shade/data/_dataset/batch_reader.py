@@ -40,8 +40,8 @@ Transforms = list[Callable[[Any], Any]]
 
 
 class CollatedBatch:
-    """A batch that is collated already; ``default_collate`` of a list with this alone returns its ``parts``, and so does
-    unpickling it in another process.
+    """A batch that is collated already: ``default_collate`` of a list with this alone returns its ``parts``, in the
+    process that receives it.
 
     torch passes a tensor between processes as a file descriptor: a connection, a handshake and a mapping, 0.3 ms each.
     Columns of less than `INLINE_BYTES` travel as bytes in the message.
@@ -230,7 +230,7 @@ class BatchReader:
     def checked_many(self, indices: Sequence[int]) -> list[int]:
         """Returns what `checked` returns for each index, and raises as it does."""
         found = [operator.index(index) for index in indices]
-        is_right = bool(found) and 0 <= min(found) and max(found) < len(self)
+        is_right = bool(found) and min(found) >= 0 and max(found) < len(self)
         return found if is_right else [self.checked(index) for index in found]
 
     def fetch(self, indices: Sequence[int]) -> list[Any]:

@@ -261,13 +261,15 @@ _specs: dict[Any, Any] = {}
 
 
 def collated(payloads: Sequence[Any], indices: Sequence[int]) -> list[Any] | None:
-    """Returns ``default_collate`` of the samples ``(*item, index)`` that were encoded; None if these payloads have to be
-    decoded one by one: they differ in more than values, hold what is no tensor, array, number or string, or are
-    damaged."""
+    """Returns ``default_collate`` of the samples ``(*item, index)`` that were encoded.
+
+    None if these payloads have to be decoded one by one: they differ in more than values, hold what is no tensor,
+    array, number or string, or are damaged.
+    """
     if len(_layouts) > _MOST_LAYOUTS:  # values differ from item to item, such as weights
         _layouts.clear()
         _specs.clear()
-    layouts = []
+    layouts = list[_ItemLayout]()
     for payload in payloads:
         layout = _layout_at(payload) if isinstance(payload, (bytes, memoryview)) else None
         if layout is None or layout.num_bytes != len(payload) or (layouts and layout.spec is not layouts[0].spec):
@@ -341,10 +343,10 @@ def _collate(spec: Any, num_samples: int, values: Iterator[Any], buffers: Iterat
     if kind in ("tuple", "list"):
         return [_collate(part, num_samples, values, buffers) for part in rest[0]]
     if kind == "dict":
-        batch = {key: _collate(part, num_samples, values, buffers) for key, part in rest[0]}
-        return {key: list(part) if type(part) is tuple else part for key, part in batch.items()}  # strings
+        columns = {key: _collate(part, num_samples, values, buffers) for key, part in rest[0]}
+        return {key: list(part) if type(part) is tuple else part for key, part in columns.items()}  # strings
     if kind == "scalar":
-        return default_collate(tuple(np.frombuffer(next(buffers), dtype=rest[0])))
+        return default_collate(list(np.frombuffer(next(buffers), dtype=rest[0])))
     dtype, shape = rest
     batch = _empty((num_samples, *shape), dtype)
     batch.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(next(buffers), dtype=np.uint8)

@@ -73,6 +73,7 @@ def fuser_of(chain: Sequence[Callable[[Any], Any]], *, reduced: bool) -> Fuser |
         from shade.data._transforms.kernels import pillow_order
 
         if pillow_order() is not None:
+            view.draw_many(np.zeros((0, 2), dtype=np.int64), torch.Generator())  # compares, before workers are forked
             return Fuser(view, reduced=reduced)
         logger.info("Pillow resizes otherwise on this machine; the transforms run as written")
     except Exception as error:  # noqa: BLE001 - whatever a compiler may raise: there is another way

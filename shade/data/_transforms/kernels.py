@@ -415,12 +415,14 @@ def random_crops(
 
 @compiled
 def jpeg_sizes(content_S: Any, end_B: Any) -> Any:
-    """Returns height and width of JPEG files that lie one behind the other, int64 (B, 2), as `_decode.jpeg.size_of`
-    does: zeros for what is not plain.
+    """Finds the sizes of JPEG files that lie one behind the other, as `_decode.jpeg.size_of` does.
 
     Args:
         content_S: uint8.
         end_B: int64, the byte behind each file.
+
+    Returns:
+        int64 (B, 2), height and width; zeros for what is not plain.
     """
     size_B2 = np.zeros((len(end_B), 2), np.int64)
     for number in range(len(end_B)):

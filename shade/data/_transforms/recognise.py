@@ -59,7 +59,6 @@ class Window(NamedTuple):
     """Top and left of the output in the resized picture."""
     flip: bool
 
-
     @property
     def numbers(self) -> tuple[int, ...]:
         """Returns its nine numbers, in order."""

@@ -233,7 +233,13 @@ class Items(Dataset[Any]):
             "class": lambda: (picture, index % 13 * 9),
             "tensor": lambda: picture.to(torch.bfloat16),
             "tokens": lambda: {"input_ids": torch.from_numpy(tokens), "text": f"t{index}", "weight": index / 7},
-            "arrays": lambda: (tokens.astype(np.float32), np.int64(index), np.float32(index), index % 2 == 0, "é" * index),
+            "arrays": lambda: (
+                tokens.astype(np.float32),
+                np.int64(index),
+                np.float32(index),
+                index % 2 == 0,
+                "é" * index,
+            ),
             "nested": lambda: (picture > 9, [tokens, {"x": 1.5, "y": [index, 2]}], {}),
             "string": lambda: f"text {index}",
             "masked": lambda: (picture, None),
@@ -247,8 +253,6 @@ class Items(Dataset[Any]):
 
 COLLATED = ["class", "tensor", "tokens", "arrays", "nested", "string", "mixed"]
 OTHERS = ["masked", "bytes", "empty", "foreign", "names", "ragged", "keys"]
-
-
 
 
 @pytest.mark.parametrize("kind", COLLATED + OTHERS)

@@ -89,11 +89,15 @@ def compiled(function: F) -> F:
 
 def choose(loops: str, twin: Any) -> Any:
     """Imports a module of compiled loops by its full name, and runs each of them once by its ``probe()``. Returns
-    ``twin``, an object with the same functions in numpy, if the module cannot be compiled."""
+    ``twin``, an object with the same functions in numpy, if the module cannot be compiled; warns of it."""
     try:
         module = importlib.import_module(loops)
         module.probe()
     except Exception as error:  # noqa: BLE001 - a compiler may raise anything, and the twin always works
-        logger.info("%s runs in numpy: %s", loops, error)
+        logger.warning(
+            "%s cannot be compiled here (%s: %s), so numpy runs it: the same results, several times slower; "
+            "check `python -c 'import numba'`, or install another version of numba",
+            *(loops, type(error).__name__, str(error).partition("\n")[0]),
+        )
         return twin
     return module

@@ -3,8 +3,8 @@
 Everything else in this folder is plain numba. These are here because plain numba was measured and is too slow
 (decision 0015 has the tables):
 
-* Stores past the caches (`stream_line`, `add_line`) and requests for a line ahead of its use (`fetch`): numba has
-  neither.
+* Stores past the caches (`stream_line`, `add_line`, `move_line`) and requests for a line ahead of its use (`fetch`):
+  numba has neither.
 * The lowest bit of a mask (`trailing_zeros`): one instruction, which numba has no function for.
 * The energy of a line with a fixed order of additions (`add_line`): LLVM leaves a tree of additions scalar.
 * The optimizers' arithmetic on one line: LLVM turns a plain loop over 16 elements of three arrays into vector code only
@@ -81,7 +81,17 @@ class _LineBuilder:
 
     def root(self, value: Any) -> Any:
         """Returns the square roots."""
-        function = self.builder.module.declare_intrinsic("llvm.sqrt", [_FLOATS])
+        return self._call("llvm.sqrt", value)
+
+    def absolute(self, value: Any) -> Any:
+        """Returns the absolute values."""
+        return self._call("llvm.fabs", value)
+
+    def _call(self, name: str, value: Any) -> Any:
+        """Calls a function of LLVM's on a line."""
+        # By its full name: llvmlite 0.50 does not derive the suffix of a vector type.
+        kind = ir.FunctionType(_FLOATS, [_FLOATS])
+        function = self.builder.module.declare_intrinsic(f"{name}.v{LINE}f32", (), kind)
         return self.builder.call(function, [value])
 
     def energy(self, value: Any) -> Any:
@@ -133,6 +143,25 @@ def add_line(typing: Any, gradient: Any, residual: Any, rest: Any, offset: Any, 
         return lines.energy(lines.builder.fmul(total, scale))
 
     return _declare(write, (gradient, residual, rest, _OFFSET), 1, _SCALAR)
+
+
+@intrinsic
+def move_line(typing: Any, gradient: Any, residual: Any, rest: Any, offset: Any, limit: Any) -> Any:
+    """Writes ``gradient + residual`` of a line to ``rest``, past the caches, with 0 where it is picked.
+
+    An element is picked unless its magnitude is below the limit. Returns the picked ones as a mask, the first as the
+    lowest bit.
+    """
+
+    def write(lines: _LineBuilder) -> Any:
+        builder = lines.builder
+        total = builder.fadd(lines.load(lines.address(0, 3)), lines.load(lines.address(1, 3)))
+        (limit,) = lines.scalars(4)
+        is_picked = builder.fcmp_unordered(">=", lines.absolute(total), limit)
+        lines.stream(builder.select(is_picked, _ZEROS, total), lines.address(2, 3))
+        return builder.zext(builder.bitcast(is_picked, ir.IntType(LINE)), ir.IntType(64))
+
+    return _declare(write, (gradient, residual, rest, _OFFSET), 1, _OFFSET)
 
 
 @intrinsic

@@ -6,12 +6,12 @@ A pass over a bucket reads two arrays and writes one, as ``e += g`` does, so it 
 
 * The result is written past the caches (`stream_line`). A plain store first reads the line that it overwrites, a third
   more traffic.
-* A plain loop of numba cannot store past the caches. So a part of the bucket is computed into a scratch array, which
-  stays in the first-level cache, and is copied out from there.
-* Which elements are picked is decided 64 at a time: one vector comparison, one flag. Most blocks of 64 have none, or
-  one. Only a block with a hit is looked at closely, as a mask with a bit an element. The blocks with a hit are listed
-  first and worked off afterwards: at 1 % every second block has one, so the processor would mispredict a branch in the
-  first loop half of the time.
+* A plain loop of numba cannot store past the caches. So sums and stores of 16 elements are one operation each
+  (`move_line`, `add_line`), or a part of the bucket is computed into a scratch array, which stays in the first-level
+  cache, and is copied out from there (`gain_momentum`).
+* Which elements are picked is a mask with a bit an element, for 64 at a time. The blocks with a hit are listed first
+  and worked off afterwards: at 1 % every second block has one, so the processor would mispredict a branch in the first
+  loop half of the time. The values of the hits are added a second time, from the caches.
 
 The loops over single places read or write here and there, so what counts is how many accesses are under way at once.
 numpy starts a loop of its own for each line, and widens indices before it uses them.
@@ -38,6 +38,7 @@ _BLOCK, _PART, _SHORT_PART = _U64(64), _U64(512), _U64(128)  # by measurement; l
 _LINE, _TILE = _U64(LINE), _U64(TILE)
 # Intrinsics are called without their first argument, which no type checker knows.
 add_line: Any = lanes.add_line
+move_line: Any = lanes.move_line
 stream_line: Any = lanes.stream_line
 trailing_zeros: Any = lanes.trailing_zeros
 wait_for_streams: Any = lanes.wait_for_streams
@@ -65,37 +66,29 @@ def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
 def pick_elements(gradient_D: Any, residual_D: Any, rest_D: Any, threshold: Any, indices: Any, values: Any) -> Any:
     limit, size, room = np.float32(threshold), _U64(gradient_D.size), _U64(min(indices.size, values.size))
     whole = size - size % _BLOCK
-    scratch, hits = np.empty(_PART, np.float32), np.empty(_PART // _BLOCK, np.uint64)
+    hits, masks = np.empty(_PART // _BLOCK, np.uint64), np.empty(_PART // _BLOCK, np.uint64)
     count = _U64(0)
     for tile in range(_U64(0), size, _TILE):
         stop = min(tile + _TILE, size)
         if count + stop - tile > room:
             return OVERFLOW
         for part in range(tile, min(stop, whole), _PART):
-            length = min(_PART, whole - part)
             num_hits = _U64(0)
-            for block in range(_U64(0), length, _BLOCK):
-                is_hit = np.uint32(0)
-                for lane in range(_BLOCK):
-                    total = gradient_D[part + block + lane] + residual_D[part + block + lane]
-                    scratch[block + lane] = total
-                    is_hit |= np.uint32(not (abs(total) < limit))
-                hits[num_hits] = block  # overwritten by the next block unless this one counts
-                num_hits += _U64(is_hit)
+            for block in range(part, min(part + _PART, whole), _BLOCK):
+                mask = move_line(gradient_D, residual_D, rest_D, block, limit)
+                mask |= move_line(gradient_D, residual_D, rest_D, block + _LINE, limit) << _LINE
+                mask |= move_line(gradient_D, residual_D, rest_D, block + _U64(2) * _LINE, limit) << _U64(2) * _LINE
+                mask |= move_line(gradient_D, residual_D, rest_D, block + _U64(3) * _LINE, limit) << _U64(3) * _LINE
+                hits[num_hits], masks[num_hits] = block, mask  # overwritten by the next block unless this one counts
+                num_hits += _U64(mask != 0)
             for hit in range(num_hits):
-                block = hits[hit]
-                mask = _U64(0)
-                for lane in range(_BLOCK):
-                    mask |= _U64(not (abs(scratch[block + lane]) < limit)) << lane
+                mask = masks[hit]
                 while mask:
-                    place = block + trailing_zeros(mask)
+                    place = hits[hit] + trailing_zeros(mask)
                     mask &= mask - _U64(1)  # clears the lowest bit
-                    indices[count] = part + place
-                    values[count] = scratch[place]
-                    scratch[place] = np.float32(0)
+                    indices[count] = place
+                    values[count] = gradient_D[place] + residual_D[place]
                     count += _U64(1)
-            for line in range(_U64(0), length, _LINE):
-                stream_line(scratch, line, rest_D, part + line)
     wait_for_streams()
     for place in range(whole, size):
         total = gradient_D[place] + residual_D[place]

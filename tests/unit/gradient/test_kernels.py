@@ -16,7 +16,7 @@ from shade.gradient._kernels import choice
 from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, aligned_zeros, as_lines
 from shade.gradient._kernels.choice import ARRAYS, Kernels, candidates, prepare
 
-SIZES = (0, 1, 15, 16, 17, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 33)
+SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 33)
 
 
 def bucket(size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -196,6 +196,16 @@ def test_without_a_compiler_numpy_walks(monkeypatch: pytest.MonkeyPatch, caplog:
     with caplog.at_level(logging.INFO, logger="shade.gradient"):
         assert prepare() is ARRAYS
     assert "compressed by numpy" in caplog.text
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "cannot be compiled here (ModuleNotFoundError" in warning
+    assert "install another version of numba" in warning
+
+
+@pytest.mark.parametrize("loops", ["loops", "index_loops", "step_loops"])
+def test_every_module_of_loops_compiles_with_the_numba_that_is_installed(loops: str) -> None:
+    """Else numpy runs it, and every other test passes with numpy, too: llvmlite 0.50 broke Adam's steps that way."""
+    twin = object()
+    assert choice.choose(f"shade.gradient._kernels.{loops}", twin) is not twin
 
 
 def test_threads_that_ask_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ class TransformView:
         if not isinstance(geometry, RandomCropGeometry):
             kinds, kind_B = np.unique(size_B2, axis=0, return_inverse=True)
             fixed = [Window(*geometry(height, width, generator), False).numbers for height, width in kinds.tolist()]
-            window_BF[:] = np.array(fixed, dtype=np.int64)[kind_B.reshape(-1)]
+            window_BF[:] = np.array(fixed, dtype=np.int64).reshape(-1, 9)[kind_B.reshape(-1)]
             if probability is not None:
                 drawn_B = words.uniform(words.first(len(size_B2)), 0.0, 1.0)
                 window_BF[:, 8] = drawn_B.astype(np.float64) < probability

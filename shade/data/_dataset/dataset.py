@@ -326,7 +326,8 @@ class ShadeDataset(Dataset[Any]):
         """Returns one batch; the DataLoader calls it.
 
         Args:
-            indices: Sample indices, 0 ≤ index < N; a `SeededBatch` has the seed of their random draws.
+            indices: Sample indices, 0 ≤ index < N; a `SeededBatch` has the seed of their random draws, and says whether
+                the batch may come collated.
 
         Returns:
             ``(sample, target, index)`` of each, in order.
@@ -334,8 +335,8 @@ class ShadeDataset(Dataset[Any]):
         Raises:
             BadSampleError: A sample cannot be read or decoded and ``on_bad_sample`` is ``"stop"``.
         """
-        seed = getattr(indices, "seed", 0)
-        indices = [self._reader.checked(index) for index in indices]
+        seed, collates = getattr(indices, "seed", 0), getattr(indices, "collates", False)
+        indices = self._reader.checked_many(indices)
         if self.cache is not None:
             worker = get_worker_info()
             if worker is not None and not self.cache.store.shared:
@@ -344,7 +345,8 @@ class ShadeDataset(Dataset[Any]):
                 )
             self.cache.enter_worker(-1 if worker is None else worker.id)
         self._transforms.refresh()
-        return self._reader.finish(indices, self._reader.fetch(indices), seed)
+        finish = self._reader.finish_collated if collates else self._reader.finish
+        return finish(indices, self._reader.fetch(indices), seed)
 
     def check_forecast(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Compares the prediction that chose the cached format with what happened.

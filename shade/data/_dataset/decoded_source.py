@@ -99,7 +99,7 @@ class DecodedSource(PreparedSource):
 
     cached_format = FORMAT_PICTURE
     has_pictures = True
-    compares_hits = is_random = False
+    compares_hits = is_random = has_encoded_items = False
 
     def __init__(self, files: FileSource, probe: Probe, max_side: int | None) -> None:
         self._files, self._max_side = files, max_side

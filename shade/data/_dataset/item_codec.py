@@ -8,6 +8,10 @@ they raise `CorruptEntryError`.
 Invariant: ``decode(encode(item)) == item``, dtypes and containers included. `encode` refuses what cannot keep that
 promise: subclasses of tensors (but torchvision's `Image`, `Mask` and `Video`), arrays and containers, sparse and
 quantised tensors, structured arrays. Of a PIL image it keeps pixels, palette and transparency, not the file's metadata.
+
+Items of one kilobyte cost more to build than to read: a JSON text, a buffer and a tensor each, and then a copy into the
+batch. `collated` copies a batch's buffers straight from the payloads into the batch. Skeletons that were met before are
+not parsed again. Invariant: it returns what ``default_collate`` makes of the decoded items, or None.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ from __future__ import annotations
 import json
 import math
 import struct
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
+from torch.utils.data import default_collate, get_worker_info
 from torchvision import tv_tensors
 
 from shade.errors import ConfigError, CorruptEntryError
@@ -39,6 +45,11 @@ _DTYPES = {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 }
+_JSON = json.JSONEncoder(separators=(",", ":"))
+_COLLATED_KINDS = "biuf"
+_MOST_LAYOUTS = 4096
+INLINE_BYTES = 1 << 18
+"""A column of a batch up to this size is faster in a message than in shared memory."""
 _TV_TENSORS: dict[str, Any] = {kind.__name__: kind for kind in (tv_tensors.Image, tv_tensors.Mask, tv_tensors.Video)}
 
 
@@ -48,7 +59,7 @@ def encode(item: Any) -> bytes:
     Raises ConfigError for any other type; the message names it.
     """
     buffers: list[bytes] = []
-    skeleton = json.dumps(_flatten(item, buffers), separators=(",", ":")).encode()
+    skeleton = _JSON.encode(_flatten(item, buffers)).encode()
     parts = [_LENGTH.pack(len(skeleton)), skeleton, bytes(-(len(skeleton) + _LENGTH.size) % _ALIGN)]
     for buffer in buffers:
         parts += [buffer, bytes(-len(buffer) % _ALIGN)]
@@ -100,7 +111,7 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
         buffers.append(item)
         return {"bytes": len(item)}
     if kind is torch.Tensor and is_dense(item) and (name := str(item.dtype)[6:]) in _DTYPES:
-        buffers.append(element_bytes(item).tobytes())
+        buffers.append((item.numpy() if _is_plain(item) else element_bytes(item)).tobytes())
         return {"tensor": [name, list(item.shape)]}
     if _TV_TENSORS.get(kind.__name__) is kind:
         return {"tv_tensor": [kind.__name__, _flatten(item.as_subclass(torch.Tensor), buffers)]}
@@ -124,6 +135,12 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's elements are all there, each in a place of its own."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether NumPy has the same elements in the same order, for the usual dtypes."""
+    is_real = tensor.dtype in (torch.uint8, torch.int32, torch.int64, torch.float32)
+    return is_real and tensor.is_cpu and not tensor.requires_grad and not tensor.is_neg()
 
 
 def element_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -224,3 +241,123 @@ def _build_image(value: list[Any], cursor: _Cursor) -> Image.Image:
     elif transparency is not None:
         image.info["transparency"] = tuple(transparency) if isinstance(transparency, list) else transparency
     return image
+
+
+class _ItemLayout(NamedTuple):
+    """Where the parts of an encoded item are."""
+
+    spec: Any
+    """The skeleton without its values; one object for all equal ones."""
+    values: tuple[Any, ...]
+    """Its numbers and strings, in order."""
+    spans: tuple[tuple[int, int], ...]
+    """First byte of each buffer, and the byte behind it, in order."""
+    num_bytes: int
+    """Length of the whole payload."""
+
+
+_layouts: dict[bytes, _ItemLayout | None] = {}
+_specs: dict[Any, Any] = {}
+
+
+def collated(payloads: Sequence[Any], indices: Sequence[int]) -> list[Any] | None:
+    """Returns ``default_collate`` of the samples ``(*item, index)`` that were encoded.
+
+    None if these payloads have to be decoded one by one: they differ in more than values, hold what is no tensor,
+    array, number or string, or are damaged.
+    """
+    if len(_layouts) > _MOST_LAYOUTS:  # values differ from item to item, such as weights
+        _layouts.clear()
+        _specs.clear()
+    layouts = list[_ItemLayout]()
+    for payload in payloads:
+        layout = _layout_at(payload) if isinstance(payload, (bytes, memoryview)) else None
+        if layout is None or layout.num_bytes != len(payload) or (layouts and layout.spec is not layouts[0].spec):
+            return None
+        layouts.append(layout)
+    values = zip(*(layout.values for layout in layouts), strict=True)
+    buffers = (
+        b"".join([payload[begin:end] for payload, (begin, end) in zip(payloads, spans, strict=True)])
+        for spans in zip(*(layout.spans for layout in layouts), strict=True)
+    )
+    spec = layouts[0].spec
+    batch = _collate(spec, len(layouts), values, buffers)
+    return [*(batch if spec[0] == "tuple" else [batch]), torch.tensor(indices)]
+
+
+def _layout_at(payload: bytes | memoryview) -> _ItemLayout | None:
+    if len(payload) < _LENGTH.size:
+        return None
+    skeleton = bytes(payload[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(payload)[0]])
+    try:
+        return _layouts[skeleton]
+    except KeyError:
+        pass
+    values, lengths = list[Any](), list[int]()
+    try:
+        spec = _spec_of(json.loads(skeleton), values, lengths)
+        spec = _specs.setdefault(spec, spec)
+    except (ValueError, TypeError, KeyError, IndexError):  # of another kind, or damaged: `decode` has the last word
+        layout = None
+    else:
+        at = _LENGTH.size + len(skeleton)
+        spans = []
+        for length in lengths:
+            at += -at % _ALIGN
+            spans.append((at, at + length))
+            at += length
+        layout = _ItemLayout(spec, tuple(values), tuple(spans), at + -at % _ALIGN)
+    _layouts[skeleton] = layout
+    return layout
+
+
+def _spec_of(skeleton: Any, values: list[Any], lengths: list[int]) -> Any:
+    """Returns a skeleton without its values, which go to ``values``, as the bytes of its buffers to ``lengths``. Raises
+    ValueError, TypeError, KeyError or IndexError for what `collated` does not know."""
+    if type(skeleton) in (bool, int, float, str):
+        values.append(skeleton)
+        return ("value",)
+    if type(skeleton) is not dict:
+        raise TypeError("None, or a bare list")
+    ((kind, value),) = skeleton.items()
+    if kind in ("tuple", "list"):
+        return kind, tuple(_spec_of(part, values, lengths) for part in value)
+    if kind == "dict":
+        return kind, tuple((key, _spec_of(part, values, lengths)) for key, part in value)
+    if kind not in ("tensor", "array", "scalar"):
+        raise KeyError(kind)
+    name, shape = (value, []) if kind == "scalar" else value
+    if kind != "tensor" and (_dtype(name).kind not in _COLLATED_KINDS or not _dtype(name).isnative):
+        raise TypeError(f"an array of {name}")
+    dtype = _DTYPES[name] if kind == "tensor" else torch.from_numpy(np.empty(0, _dtype(name))).dtype
+    lengths.append(_num_elements(shape) * dtype.itemsize)
+    if not lengths[-1] or (kind == "array" and not shape):
+        raise ValueError("no elements, or no array")
+    return kind, name if kind == "scalar" else dtype, tuple(shape)
+
+
+def _collate(spec: Any, num_samples: int, values: Iterator[Any], buffers: Iterator[bytes]) -> Any:
+    kind, *rest = spec
+    if kind == "value":
+        return default_collate(next(values))
+    if kind in ("tuple", "list"):
+        return [_collate(part, num_samples, values, buffers) for part in rest[0]]
+    if kind == "dict":
+        columns = {key: _collate(part, num_samples, values, buffers) for key, part in rest[0]}
+        return {key: list(part) if type(part) is tuple else part for key, part in columns.items()}  # strings
+    if kind == "scalar":
+        return default_collate(list(np.frombuffer(next(buffers), dtype=rest[0])))
+    dtype, shape = rest
+    batch = _empty((num_samples, *shape), dtype)
+    batch.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(next(buffers), dtype=np.uint8)
+    return batch
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor for a batch; a large one in a worker process in memory that its parent can map, as
+    ``default_collate`` does it."""
+    if get_worker_info() is None or math.prod(shape) * dtype.itemsize <= INLINE_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    elem = torch.empty(0, dtype=dtype)
+    storage: Any = elem._typed_storage()._new_shared(math.prod(shape), device=elem.device)  # type: ignore[no-untyped-call]
+    return elem.new(storage).resize_(shape)

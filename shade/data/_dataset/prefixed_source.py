@@ -69,6 +69,7 @@ class PrefixedSource(ItemSource, PreparedSource):
         self._dataset, self._files, self._prefix = dataset, files, prefix
         self._encode, self._decode_item = encode, decode_item
         self._own = None if files is not None else own_source_of(dataset, None, None)
+        self.has_encoded_items = files is None and decode_item is item_codec.decode
         num_samples = len(dataset) if files is None else len(files.payload_bytes_N)
         # Before the first read, after which a data set may hold other things in memory.
         content = content_digest(dataset, version) if files is None else files.fingerprint

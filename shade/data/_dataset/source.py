@@ -63,6 +63,8 @@ class SampleSource(Protocol):
     """Whether the fingerprint may miss a change of the content, so that some hits are compared with the origin."""
     is_random: bool
     """Whether reading an item twice gave two results."""
+    has_encoded_items: bool
+    """Whether a payload in the cache is all of a sample, encoded by `item_codec`."""
 
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """Reads payloads in order, with an exception object in place of one that could not be read."""
@@ -116,7 +118,7 @@ class FileSource(SampleSource):
 
     cached_format = FORMAT_ENCODED
     num_probes = probe_bytes = 0
-    compares_hits = is_random = False
+    compares_hits = is_random = has_encoded_items = False
 
     def __init__(
         self,
@@ -223,6 +225,7 @@ class ItemSource(SampleSource):
     ) -> None:
         digest = xxhash.xxh3_64(kind_of(dataset).encode())
         self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
+        self.has_encoded_items = decode_item is item_codec.decode
         num_samples = len(dataset)
         is_sampled = version is None and num_samples > _PROBES  # else the fingerprint covers every item, or none
         if is_sampled:

@@ -40,11 +40,12 @@ PART_SAMPLES = 8
 
 
 class SeededBatch(list[int]):
-    """A batch's indices, on their way to a worker, with the seed of its random draws."""
+    """A batch's indices, on their way to a worker, with the seed of its random draws. It ``collates`` where
+    ``default_collate`` comes next."""
 
-    def __init__(self, indices: Sequence[int] = (), seed: int = 0) -> None:
+    def __init__(self, indices: Sequence[int] = (), seed: int = 0, *, collates: bool = False) -> None:
         super().__init__(indices)
-        self.seed = seed
+        self.seed, self.collates = seed, collates
 
 
 class FusedParts(BatchParts):
@@ -68,12 +69,13 @@ class FusedParts(BatchParts):
         self._batch = fetcher.fuse(indices, payloads, fetcher.generators.alone(indices, otherwise))
         self._samples_BCHW = buffers.take(self._batch.shape, self._batch.dtype)
         self._out_BCHW = self._samples_BCHW.numpy()
-        self.num_parts = -(-len(indices) // PART_SAMPLES)
+        self._part_samples = len(indices) if self._batch.is_small else PART_SAMPLES
+        self.num_parts = -(-len(indices) // self._part_samples)
 
     @override
     def run(self, part: int, worker: int) -> None:
-        first = part * PART_SAMPLES
-        stop = min(first + PART_SAMPLES, len(self._indices))
+        first = part * self._part_samples
+        stop = min(first + self._part_samples, len(self._indices))
         self._workers[worker].count_time(*self._batch.fill(first, stop, self._out_BCHW))
 
     @override

@@ -4,14 +4,12 @@ It takes the arguments of ``DataLoader(ShadeDataset(…), sampler=…)`` and ret
 with the same random augmentations under a `ShadeSampler`.
 
 Decoding and rendering run outside the interpreter's lock, so threads can make batches ahead (`_loader.pipeline`): no
-copies between processes, no memory shared by name, no start-up each epoch, and
-one process's caches instead of one a worker. The user's own Python code would wait for the lock, and its random draws
-would depend on which thread comes first. So transforms that are not recognised (`ShadeDataset.is_fused`) run in worker
-processes, as DataLoader runs them, and the loader is no slower.
+copies between processes, no start-up each epoch, and one process's caches instead of one a worker. The user's own code
+would wait for the lock, and its random draws would depend on which thread comes first. So transforms that are not
+recognised (`ShadeDataset.is_fused`) and items run in worker processes, as DataLoader runs them, which collate.
 
 The training thread asks the sampler, as many batches ahead as are under way. The user's collate function runs there
-too, so its random draws are in order. Leaving an epoch early, Ctrl-C and dropping the loader end the threads of that
-epoch. `ShadeLoader.state_dict` counts what training has got, not what is under way.
+too, so its random draws are in order. Leaving an epoch early, Ctrl-C and dropping the loader end its threads.
 
 Copies to a device run one batch ahead of training, in a stream of their own, from page-locked memory; training's stream
 waits for the copy, and the processor does not wait. Price: one batch more in the device's memory.
@@ -80,6 +78,8 @@ class LoaderPass:
     """Batches that it gave."""
     is_seeded: bool = False
     """Whether worker processes draw each batch's random numbers from `seed`."""
+    is_collated: bool = False
+    """Whether `ShadeDataset` may collate its batches."""
     wait_seconds: float = 0.0
     """Time that training waited for batches."""
 
@@ -162,8 +162,10 @@ class EpochProgress:
                 if self._of_order is default_generator:  # which the script restores, if at all
                     default_generator.set_state(now)
         is_seeded = mine.is_seeded and self._sampler is None  # a ShadeSampler's draws follow its epoch
+        seed, marks = mine.seed if is_seeded else 0, is_seeded or mine.is_collated
         for batch in itertools.chain([] if first is None else [first], iterator):
-            yield SeededBatch(batch, mine.seed) if is_seeded and isinstance(batch, list) else batch
+            is_marked = marks and isinstance(batch, list)
+            yield SeededBatch(batch, seed, collates=mine.is_collated) if is_marked else batch
 
     def got_one(self, mine: LoaderPass, waited_seconds: float) -> None:
         """Counts a batch that training has got."""
@@ -392,6 +394,7 @@ class ShadeLoader(DataLoader[Any]):
     def _processes(self) -> Iterator[Any]:
         """Returns DataLoader's iterator. The workers that stay serve one pass at a time: another that begins meanwhile
         gets workers of its own."""
+        self._progress.begun.is_collated = self.batch_sampler is not None and self.collate_fn is default_collate
         if not self.num_workers:
             return super().__iter__()
         served = None if self._persistent is None else self._persistent()
@@ -408,7 +411,7 @@ class ShadeLoader(DataLoader[Any]):
             readers, self._num_readers = [self._reader.for_worker(number) for number in numbers], numbers.stop
         fetchers, workers = readers[:_FETCHERS], readers[_FETCHERS:]
         assert self.batch_sampler is not None
-        order, checked = iter(self.batch_sampler), self._reader.checked
+        order = map(self._reader.checked_many, self.batch_sampler)
         seed, buffers, collated = self._progress.draw_seed(), self._buffers, self.collate_fn is default_collate
         fused, target = self._reader.is_fused, self.device if self._decodes_on_device else None
 
@@ -422,7 +425,7 @@ class ShadeLoader(DataLoader[Any]):
         return _ThreadEpoch(
             LoaderPipeline(begin, len(fetchers), len(workers)),
             partial(self._free_readers.append, readers),
-            ([checked(index) for index in batch] for batch in order),
+            order,
             self._depth,
             self.timeout or None,
             DrawnParts.render

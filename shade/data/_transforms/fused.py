@@ -30,6 +30,9 @@ from shade.data._transforms.recognise import TransformView, Window, recognise
 
 logger = logging.getLogger("shade.data")
 
+_SMALL_PIXELS = 128 * 128
+"""Up to this size pictures are decoded whole, and rendered a part of the batch at a time."""
+_SMALL_FILE_BYTES = 8192
 DecodeWhole = Callable[[int], tuple[npt.NDArray[np.uint8], tuple[Any, ...]]]
 """From a position in the batch to the whole picture (height, width, 3) and what comes with it. Raises `BadSampleError`.
 """
@@ -70,6 +73,7 @@ def fuser_of(chain: Sequence[Callable[[Any], Any]], *, reduced: bool) -> Fuser |
         from shade.data._transforms.kernels import pillow_order
 
         if pillow_order() is not None:
+            view.draw_many(np.zeros((0, 2), dtype=np.int64), torch.Generator())  # compares, before workers are forked
             return Fuser(view, reduced=reduced)
         logger.info("Pillow resizes otherwise on this machine; the transforms run as written")
     except Exception as error:  # noqa: BLE001 - whatever a compiler may raise: there is another way
@@ -101,15 +105,21 @@ class FusedBatch:
         return len(self._payloads)
 
     def _draw(self, not_plain: Sequence[int]) -> None:
-        self._windows: list[Window] = []
-        draw, generator = self._fuser.view.draw, self._generator
+        self._size_B2 = _sizes_of(self._payloads)
         for position, payload in enumerate(self._payloads):
-            size = None if isinstance(payload, Exception) or position in not_plain else self._look(position, payload)
-            if size is None:
-                picture, self.rests[position] = self._decode_whole(position)
+            is_plain = not isinstance(payload, Exception) and position not in not_plain
+            size = self._size_B2[position]
+            if is_plain and not size[0]:
+                size[:] = self._look(position, payload) or 0
+            if not is_plain or not size[0]:
+                try:
+                    picture, self.rests[position] = self._decode_whole(position)
+                except BaseException:  # the samples before it were drawn, as in the user's chain
+                    self._fuser.view.draw_many(self._size_B2[:position], self._generator)
+                    raise
                 self._whole[position] = Pixels.of(picture)
-                size = picture.shape[:2]
-            self._windows.append(draw(size[0], size[1], generator))
+                size[:] = picture.shape[:2]
+        self._window_BF = self._fuser.view.draw_many(self._size_B2, self._generator)
 
     def _look(self, position: int, payload: Any) -> tuple[int, int] | None:
         picture = picture_of(payload)
@@ -133,9 +143,15 @@ class FusedBatch:
         """Returns the recognised chain."""
         return self._fuser.view
 
+    @property
+    def is_small(self) -> bool:
+        """Returns whether the pictures are so small that a part of a batch costs more than the pixels in it."""
+        is_usual = not self._fuser.reduced and not self._fuser.view.by_torch
+        return is_usual and int(self._size_B2.prod(axis=1).max(initial=0)) <= _SMALL_PIXELS
+
     def window(self, position: int) -> Window:
         """Returns the window that was drawn for a sample."""
-        return self._windows[position]
+        return Window.of(self._window_BF[position])
 
     def payload(self, position: int) -> Any:
         """Returns a sample as it was fetched."""
@@ -169,10 +185,12 @@ class FusedBatch:
     def fill(self, first: int, stop: int, out_BCHW: npt.NDArray[Any]) -> tuple[int, int]:
         """Renders samples ``first`` to before ``stop`` into the batch's memory; threads may call it for different ones
         at the same time. Returns the nanoseconds spent decoding, and rendering."""
+        if self.is_small:
+            return self._fill_small(first, stop, out_BCHW)
         clock, decoding, rendering = time.perf_counter_ns, 0, 0
         for position in range(first, stop):
             begun = clock()
-            window = self._windows[position]
+            window = self.window(position)
             reduction = 1 if position in self._whole else self._fuser.reduction_of(window)
             needed, frame = _needed(window, self._fuser.view, reduction)
             pixels = self._whole.get(position)
@@ -188,6 +206,32 @@ class FusedBatch:
             rendering += clock() - decoded
         return decoding, rendering
 
+    def _fill_small(self, first: int, stop: int, out_BCHW: npt.NDArray[Any]) -> tuple[int, int]:
+        """Does what `fill` does, with one call of the kernel."""
+        from shade.data._transforms.kernels import pillow_order, render_many
+
+        begun = time.perf_counter_ns()
+        decode, begin_B, pictures, num_bytes = self._fuser.decode, np.full(stop - first, -1), [], 0
+        for position, (height, width) in enumerate(self._size_B2[first:stop].tolist(), first):
+            box, pixels = Box(0, 0, height, width), self._whole.get(position)
+            if pixels is None:
+                try:
+                    pixels = decode(self._payloads[position], box, 1)
+                except ValueError:  # as in `fill`
+                    self._failed.append(position)
+                    continue
+            is_alone = pixels.source_S.size == 3 * height * width
+            pictures.append(pixels.source_S if is_alone else pixels.cut(box).reshape(-1))
+            begin_B[position - first], num_bytes = num_bytes, num_bytes + pictures[-1].size
+        decoded = time.perf_counter_ns()
+        if pictures:
+            order, window_BF = pillow_order(), self._window_BF[first:stop]
+            assert order is not None, "a fuser exists only where the order is known"
+            columns_first_B = np.broadcast_to(order(*window_BF[:, 2:6].T), stop - first)
+            size_B2, table_CV, out = self._size_B2[first:stop], self._fuser.view.table_CV, out_BCHW[first:stop]
+            render_many(np.concatenate(pictures), begin_B, size_B2, window_BF, columns_first_B, table_CV, out)
+        return decoded - begun, time.perf_counter_ns() - decoded
+
     def finish(self, out_BCHW: npt.NDArray[Any]) -> None:
         """Decodes and renders what `fill` could not decode, after the last `fill`. Raises BadSampleError."""
         if self._failed:
@@ -195,6 +239,19 @@ class FusedBatch:
             self._generator.set_state(self._before)
             self._draw(failed)
             self.fill(0, len(self), out_BCHW)
+
+
+def _sizes_of(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """Returns (B, 2) height and width of plain JPEGs; zeros for what else there is, and where files are so large that
+    their headers are read as they are used."""
+    from shade.data._transforms.kernels import jpeg_sizes
+
+    files = [b"" if isinstance(payload, Exception) else payload for payload in payloads]
+    end_B = np.cumsum([len(content) for content in files])
+    if not len(files) or end_B[-1] > _SMALL_FILE_BYTES * len(files):
+        return np.zeros((len(files), 2), dtype=np.int64)
+    size_B2: npt.NDArray[np.int64] = jpeg_sizes(np.frombuffer(b"".join(files), dtype=np.uint8), end_B)
+    return size_B2
 
 
 class _FusedFrame:

@@ -12,7 +12,10 @@ of compiling, once a machine.
 Invariant: `render` equals Pillow's resize followed by torchvision's tensor transforms, bit for bit; `pillow_order`
 tests it on this machine before it is used.
 
-Legend: S bytes of a source · R rows kept between the passes · V 256 values · C channels (3) · H, W output.
+Of pictures of a kilobyte, what Python does for each costs more than the pixels. So headers, draws and rendering have
+loops over a batch here. The draws are those of torch's generator: `random_words` is its Mersenne twister.
+
+Legend: S bytes of a source · R rows kept between the passes · V 256 values · C channels (3) · H, W output · B batch.
 """
 
 from __future__ import annotations
@@ -293,6 +296,155 @@ def render(
 
 
 @compiled
+def render_many(
+    source_S: Any, begin_B: Any, size_B2: Any, window_BF: Any, columns_first_B: Any, table_CV: Any, out_BCHW: Any
+) -> None:
+    """Renders whole pictures that lie one behind the other, as `render` does each.
+
+    Args:
+        source_S: uint8 RGB pixels.
+        begin_B: int64, first byte of each picture; -1: there is none, and its place stays as it is.
+        size_B2: int64, height and width.
+        window_BF: int64, `Window` in nine numbers.
+        columns_first_B: bool, which of the two passes comes first.
+        table_CV: What each value becomes, by channel.
+        out_BCHW: Filled.
+    """
+    for number in range(len(begin_B)):
+        begin, width = begin_B[number], size_B2[number, 1]
+        if begin < 0:
+            continue
+        window = window_BF[number]
+        height, length = float(window[2]), float(window[3])
+        box = np.array([0.0, 0.0, height, length, height, length])
+        source = source_S[begin : begin + 3 * size_B2[number, 0] * width]
+        render(
+            source,
+            3 * width,
+            window[:2],
+            box,
+            window[4:6],
+            window[6:8],
+            columns_first_B[number],
+            window[8] != 0,
+            table_CV,
+            out_BCHW[number],
+        )
+
+
+@compiled
+def random_words(state: Any, position: int, count: int) -> Any:
+    """Returns the next words of a Mersenne twister, uint32, and its next position; changes ``state`` (uint32, 624)."""
+    words = np.empty(count, np.uint32)
+    for number in range(count):
+        if position >= 624:
+            for at in range(624):
+                mixed = (state[at] & np.uint32(0x80000000)) | (state[(at + 1) % 624] & np.uint32(0x7FFFFFFF))
+                odd = np.uint32(0x9908B0DF) if mixed & np.uint32(1) else np.uint32(0)
+                state[at] = state[(at + 397) % 624] ^ (mixed >> np.uint32(1)) ^ odd
+            position = 0
+        word = state[position]
+        position += 1
+        word ^= word >> np.uint32(11)
+        word ^= (word << np.uint32(7)) & np.uint32(0x9D2C5680)
+        word ^= (word << np.uint32(15)) & np.uint32(0xEFC60000)
+        words[number] = word ^ (word >> np.uint32(18))
+    return words, position
+
+
+@compiled
+def random_crops(
+    words: Any, part: Any, aspect: Any, size_B2: Any, ratio: Any, flips: bool, probability: float, window_BF: Any
+) -> int:
+    """Draws torchvision's random crops and flips: the first four numbers and the last of each window.
+
+    Args:
+        words: uint32, of the generator.
+        part: float32, the share of the area that each word stands for.
+        aspect: float32, the crop's width over its height that each word stands for.
+        size_B2: int64, height and width of the pictures.
+        ratio: float64, least and greatest width over height.
+        flips: Whether there is a flip, of that ``probability``.
+        probability: As above.
+        window_BF: int64; filled.
+
+    Returns:
+        How many words were used; -1 if there are too few.
+    """
+    at = 0
+    for number in range(len(size_B2)):
+        height, width = size_B2[number]
+        found = False
+        for _ in range(10):
+            if at + 5 > len(words):
+                return -1
+            target = height * width * np.float64(part[at])
+            wanted = np.float64(aspect[at + 1])
+            at += 2
+            crop_width, crop_height = np.rint(math.sqrt(target * wanted)), np.rint(math.sqrt(target / wanted))
+            if 0 < crop_width <= width and 0 < crop_height <= height:
+                window_BF[number, 0] = words[at] % np.uint32(height - np.int64(crop_height) + 1)
+                window_BF[number, 1] = words[at + 1] % np.uint32(width - np.int64(crop_width) + 1)
+                at += 2
+                found = True
+                break
+        if not found:
+            crop_height, crop_width = np.float64(height), np.float64(width)
+            if width / height < ratio[0]:
+                crop_height = np.rint(width / ratio[0])
+            elif width / height > ratio[1]:
+                crop_width = np.rint(height * ratio[1])
+            window_BF[number, 0] = (height - np.int64(crop_height)) // 2
+            window_BF[number, 1] = (width - np.int64(crop_width)) // 2
+        window_BF[number, 2], window_BF[number, 3] = np.int64(crop_height), np.int64(crop_width)
+        if flips:
+            if at + 1 > len(words):
+                return -1
+            window_BF[number, 8] = (words[at] & np.uint32(0xFFFFFF)) * 2.0**-24 < probability
+            at += 1
+    return at
+
+
+@compiled
+def jpeg_sizes(content_S: Any, end_B: Any) -> Any:
+    """Finds the sizes of JPEG files that lie one behind the other, as `_decode.jpeg.size_of` does.
+
+    Args:
+        content_S: uint8.
+        end_B: int64, the byte behind each file.
+
+    Returns:
+        int64 (B, 2), height and width; zeros for what is not plain.
+    """
+    size_B2 = np.zeros((len(end_B), 2), np.int64)
+    for number in range(len(end_B)):
+        begin = end_B[number - 1] if number else 0
+        view = content_S[begin : end_B[number]]
+        last = len(view) - 1
+        if last < 31 or view[0] != 0xFF or view[1] != 0xD8 or view[2] != 0xFF:
+            continue
+        if view[last - 1] != 0xFF or view[last] != 0xD9:
+            continue
+        at, end = 2, len(view) - 10
+        while at < end and view[at] == 0xFF:
+            marker = view[at + 1]
+            if 0xC0 <= marker <= 0xC2:
+                height, width = np.int64(view[at + 5]) << 8 | view[at + 6], np.int64(view[at + 7]) << 8 | view[at + 8]
+                if view[at + 4] == 8 and (view[at + 9] == 1 or view[at + 9] == 3) and height and width:
+                    size_B2[number, 0], size_B2[number, 1] = height, width
+                break
+            if 0xC3 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:
+                break
+            if marker == 0xFF:
+                at += 1
+            elif marker == 0x01 or 0xD0 <= marker <= 0xD7:
+                at += 2
+            else:
+                at += 2 + (np.int64(view[at + 2]) << 8 | view[at + 3])
+    return size_B2
+
+
+@compiled
 def look_up(pixels_CHW: Any, flip: bool, table_CV: Any, out_CHW: Any) -> None:
     """Flips and tabulates pixels that need no resize (or were resized by torch).
 
@@ -317,11 +469,12 @@ def _rows_first(height: int, width: int, to_height: int, to_width: int) -> bool:
 
 def _larger_shrink_first(height: int, width: int, to_height: int, to_width: int) -> bool:
     """Returns the order of Pillow 13, found by experiment: columns first if they lose much more pixels than rows do."""
-    return height > to_height and height - to_height > 2 * (width - to_width)
+    return (height > to_height) & (height - to_height > 2 * (width - to_width))
 
 
 Order = Callable[[int, int, int, int], bool]
-"""Returns whether Pillow resizes along columns first, from a size to a size. Each pass rounds, so the order shows."""
+"""Returns whether Pillow resizes along columns first, from a size to a size, or from arrays of sizes. Each pass rounds,
+so the order shows."""
 _SIZES = ((16, 16), (50, 90), (64, 24), (30, 60), (30, 57), (18, 51), (18, 52), (37, 60), (90, 80), (38, 40), (8, 61))
 
 

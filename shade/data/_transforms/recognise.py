@@ -9,11 +9,18 @@ as the user wrote it.
 Random numbers are drawn sample by sample with torchvision's calls in torchvision's order, from a generator of the
 caller's: so they are torchvision's, in whichever thread and in however many.
 
-Invariant: `TransformView.draw` leaves the generator where the user's chain would have left it.
+A draw takes some twenty calls of torch, 40 µs a sample. `TransformView.draw_many` draws a batch from the same words of
+the generator in compiled loops. It is compared with `TransformView.draw` once a view and process, and not used where a
+number or the generator's state differs.
+
+Invariant: `TransformView.draw` leaves the generator where the user's chain would have left it, and so does `draw_many`.
+
+Legend: B batch · F the nine numbers of a `Window`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +33,13 @@ from torchvision.transforms import InterpolationMode, v2
 
 from shade.data._decode.pixels import Box
 
+logger = logging.getLogger("shade.data")
+
 _ATTEMPTS = 10
+_WORDS = 8
+"""Words of the generator that a crop usually takes, amply."""
+_COMPARED = 240
+_ODD_SIZES = ((1, 1), (1, 600), (600, 1), (32, 32), (3, 40), (40, 3), (224, 224))
 _TO_TENSOR = (v1.ToTensor, v1.PILToTensor, v2.PILToTensor, v2.ToImage)
 _CONVERSIONS = (v1.ConvertImageDtype, v2.ConvertImageDtype, v2.ToDtype, v2.ToPureTensor)
 _PER_VALUE = (*_TO_TENSOR, *_CONVERSIONS, v1.Normalize, v2.Normalize)
@@ -46,6 +59,17 @@ class Window(NamedTuple):
     """Top and left of the output in the resized picture."""
     flip: bool
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Returns its nine numbers, in order."""
+        return (*self.crop, *self.resized, *self.inner, self.flip)
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Window:
+        """Returns the window of nine numbers."""
+        top, left, height, width, to_height, to_width, inner_top, inner_left, flip = map(int, numbers)
+        return cls(Box(top, left, height, width), (to_height, to_width), (inner_top, inner_left), bool(flip))
+
 
 Geometry = Callable[[int, int, torch.Generator], tuple[Box, tuple[int, int], tuple[int, int]]]
 """From a picture's height and width, and a generator: a `Window` without the flip."""
@@ -55,27 +79,27 @@ class RandomCropGeometry:
     """torchvision's RandomResizedCrop: ranges of the crop's share of the area and of its width over its height."""
 
     def __init__(self, scale: Sequence[float], ratio: Sequence[float], size: tuple[int, int]) -> None:
-        self._scale, self._ratio, self._size = scale, ratio, size
+        self.scale, self.ratio, self._size = scale, ratio, size
         log_ratio = torch.log(torch.tensor(ratio))
-        self._log_ratio = float(log_ratio[0]), float(log_ratio[1])
+        self.log_ratio = float(log_ratio[0]), float(log_ratio[1])
 
     def __call__(
         self, height: int, width: int, generator: torch.Generator
     ) -> tuple[Box, tuple[int, int], tuple[int, int]]:
         area, number, place = height * width, torch.empty(1), torch.empty(1, dtype=torch.int64)
         for _ in range(_ATTEMPTS):
-            target = area * number.uniform_(*self._scale, generator=generator).item()
-            aspect = number.uniform_(*self._log_ratio, generator=generator).exp_().item()
+            target = area * number.uniform_(*self.scale, generator=generator).item()
+            aspect = number.uniform_(*self.log_ratio, generator=generator).exp_().item()
             crop_width, crop_height = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
             if 0 < crop_width <= width and 0 < crop_height <= height:
                 top = int(place.random_(0, height - crop_height + 1, generator=generator).item())
                 left = int(place.random_(0, width - crop_width + 1, generator=generator).item())
                 return Box(top, left, crop_height, crop_width), self._size, (0, 0)
         crop_height, crop_width = height, width
-        if width / height < min(self._ratio):
-            crop_height = round(width / min(self._ratio))
-        elif width / height > max(self._ratio):
-            crop_width = round(height * max(self._ratio))
+        if width / height < min(self.ratio):
+            crop_height = round(width / min(self.ratio))
+        elif width / height > max(self.ratio):
+            crop_width = round(height * max(self.ratio))
         crop = Box((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
         return crop, self._size, (0, 0)
 
@@ -121,6 +145,7 @@ class TransformView:
         self.dtype = result.dtype
         pure = result.as_subclass(torch.Tensor)
         self.table_CV: npt.NDArray[Any] = np.ascontiguousarray(pure.reshape(3, 256).numpy())
+        self._draws_alike: bool | None = None
 
     def draw(self, height: int, width: int, generator: torch.Generator) -> Window:
         """Draws the window of the next sample, a picture of that height and width, as torchvision would."""
@@ -129,6 +154,92 @@ class TransformView:
             torch.rand(1, generator=generator).item() < self._flip_probability
         )
         return Window(crop, resized, inner, flip)
+
+    def draw_many(self, size_B2: npt.NDArray[np.int64], generator: torch.Generator) -> npt.NDArray[np.int64]:
+        """Returns the windows of the next samples as int64 (B, 9), drawn as `draw` does it, in order."""
+        if self._draws_alike is None:
+            self._draws_alike = self._compare_draws()
+        return self._draw_natively(size_B2, generator) if self._draws_alike else self._draw_each(size_B2, generator)
+
+    def _draw_each(self, size_B2: npt.NDArray[np.int64], generator: torch.Generator) -> npt.NDArray[np.int64]:
+        windows = [self.draw(height, width, generator).numbers for height, width in size_B2.tolist()]
+        return np.array(windows, dtype=np.int64).reshape(-1, 9)
+
+    def _draw_natively(self, size_B2: npt.NDArray[np.int64], generator: torch.Generator) -> npt.NDArray[np.int64]:
+        from shade.data._transforms.kernels import random_crops
+
+        geometry, words = self._geometry, GeneratorWords(generator)
+        probability = self._flip_probability
+        window_BF = np.zeros((len(size_B2), 9), dtype=np.int64)
+        if not isinstance(geometry, RandomCropGeometry):
+            kinds, kind_B = np.unique(size_B2, axis=0, return_inverse=True)
+            fixed = [Window(*geometry(height, width, generator), False).numbers for height, width in kinds.tolist()]
+            window_BF[:] = np.array(fixed, dtype=np.int64).reshape(-1, 9)[kind_B.reshape(-1)]
+            if probability is not None:
+                drawn_B = words.uniform(words.first(len(size_B2)), 0.0, 1.0)
+                window_BF[:, 8] = drawn_B.astype(np.float64) < probability
+                words.used(len(size_B2))
+            return window_BF
+        window_BF[:, 4:6] = self.size
+        ratio = np.array([min(geometry.ratio), max(geometry.ratio)], dtype=np.float64)
+        num_used, count = -1, _WORDS * len(size_B2)
+        while num_used < 0:
+            first = words.first(count)
+            part = words.uniform(first, *geometry.scale)
+            aspect = torch.from_numpy(words.uniform(first, *geometry.log_ratio)).exp_().numpy()
+            flips, odds = probability is not None, probability or 0.0
+            num_used = random_crops(first, part, aspect, size_B2, ratio, flips, odds, window_BF)
+            count *= 2
+        words.used(num_used)
+        return window_BF
+
+    def _compare_draws(self) -> bool:
+        """Returns whether `_draw_natively` gives what `draw` gives, for pictures of many sizes."""
+        sizes = np.random.default_rng(0).integers(1, 700, (_COMPARED, 2))
+        sizes[: len(_ODD_SIZES)] = _ODD_SIZES
+        one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+        each = np.concatenate([self._draw_each(part, one) for part in np.array_split(sizes, 3)])
+        try:
+            native = np.concatenate([self._draw_natively(part, other) for part in np.array_split(sizes, 3)])
+        except Exception as error:  # noqa: BLE001 - whatever another version of torch or a compiler may raise
+            logger.info("random crops are drawn one by one: %s", error)
+            return False
+        return np.array_equal(each, native) and torch.equal(one.get_state(), other.get_state())
+
+
+class GeneratorWords:
+    """The words that torch's generator for the CPU draws from, without drawing them."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._state = generator.get_state()
+        content = self._state.numpy()
+        self._left, self._next = content[8:12].view(np.int32), content[16:24].view(np.uint64)
+        self._words = content[24 : 24 + 8 * 624].view(np.uint64)
+        self._position = 625 - int(self._left[0])
+
+    def first(self, count: int) -> npt.NDArray[np.uint32]:
+        """Returns the next words, which stay there."""
+        from shade.data._transforms.kernels import random_words
+
+        words: npt.NDArray[np.uint32] = random_words(self._words.astype(np.uint32), self._position, count)[0]
+        return words
+
+    def used(self, count: int) -> None:
+        """Moves the generator on by so many words."""
+        from shade.data._transforms.kernels import random_words
+
+        if count:
+            state = self._words.astype(np.uint32)
+            self._next[0] = position = random_words(state, self._position, count)[1]
+            self._words[:], self._left[0] = state, 625 - position
+            self._generator.set_state(self._state)
+
+    @staticmethod
+    def uniform(words: npt.NDArray[np.uint32], low: float, high: float) -> npt.NDArray[np.float32]:
+        """Returns what ``uniform_`` makes of each word: float32, multiplied and added with one rounding."""
+        span = np.float64(np.float32(high) - np.float32(low))
+        return ((words & 0xFFFFFF) * 2.0**-24 * span + np.float64(np.float32(low))).astype(np.float32)
 
 
 def recognise(chain: Sequence[Callable[[Any], Any]]) -> TransformView | None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from shade import ShadeDataset, ShadeSampler, Shards
+from shade import ShadeDataset, ShadeLoader, ShadeSampler, Shards
 from shade.cache import breaker
 from shade.data._shards import index
 from shade.errors import DataError
@@ -181,3 +181,34 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     assert shards.__getitems__(range(40)) == read_shards(paths)
     other.join()
     shards.close()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", REMOTE_KINDS)
+def test_two_ranks_load_each_sample_once_through_shade_loader(tmp_path: Path, kind: str, workers: int) -> None:
+    paths = write_shards(tmp_path, kind, make_items(96), 24)
+    expected, seen = read_shards(paths), []
+    for rank in range(2):
+        dataset = ShadeDataset(Shards([str(path) for path in paths], COLUMNS), cache="local://")
+        sampler = ShadeSampler(dataset, batch_size=8, mode="uniform", num_replicas=2, rank=rank, seed=3)
+        for items in ShadeLoader(dataset, batch_size=8, sampler=sampler, num_workers=workers, collate_fn=list):
+            assert [(content, number) for content, number, _ in items] == [expected[place] for *_, place in items]
+            seen += [place for *_, place in items]
+        dataset.close()
+    assert sorted(seen) == list(range(96))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shade_loader_collates_columns_of_shards_as_a_dataloader_does(tmp_path: Path, workers: int) -> None:
+    paths = [str(path) for path in write_shards(tmp_path, "parquet", make_items(64), 16)]
+    loaded = []
+    for loader_type in (DataLoader, ShadeLoader):
+        dataset = ShadeDataset(Shards(paths, COLUMNS), cache="local://")
+        loaded.append([*loader_type(dataset, batch_size=16, num_workers=workers)])
+        dataset.close()
+    assert len(loaded[0]) == 4
+    for plain, ours in zip(*loaded, strict=True):
+        assert plain[0] == ours[0]
+        assert all((mine == theirs).all() for mine, theirs in zip(ours[1:], plain[1:], strict=True))

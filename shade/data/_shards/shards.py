@@ -413,7 +413,7 @@ class ShardSource(NearSource):
     """What `ShadeDataset` reads of `Shards`. What the disk has counts as a disk hit."""
 
     cached_format = FORMAT_ITEM
-    has_pictures = compares_hits = is_random = False
+    has_pictures = compares_hits = is_random = has_encoded_items = False
     target_N = None
 
     def __init__(self, shards: Shards) -> None:

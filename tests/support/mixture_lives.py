@@ -6,6 +6,7 @@ in turn, which continue from the last saved state. Every rank appends what it go
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -94,6 +95,7 @@ def fork(folder: Path, life: int, world_size: int, last_step: int | None = None)
         pid = os.fork()
         if not pid:
             code = 1
+            os.setpgid(0, 0)  # its workers are found by it when it is dead
             try:
                 live(folder, life, rank, world_size, last_step)
                 code = 0
@@ -116,6 +118,9 @@ def kill_one_life(folder: Path, life: int, world_size: int, chance: random.Rando
         os.kill(pid, signal.SIGKILL)
         time.sleep(chance.choice((0, 0, 0.02)))
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    for pid in pids:  # a worker whose rank died before the worker looked for its parent would wait for ever
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
     return codes[0] == -signal.SIGKILL
 
 

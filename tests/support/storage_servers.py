@@ -92,6 +92,7 @@ class S3Server:
 
     def make_bucket(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Points this process's environment at the server, and makes the bucket."""
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # of a server before this one, at another port
         import s3fs
 
         point_at(self.endpoint, monkeypatch)

@@ -234,7 +234,7 @@ _Report = _HostReport | _DeviceReport
 
 
 class ReportTable(Protocol):
-    """What a `ScoreMerger` writes to; an `ImportanceTable`, or any other function of the reports."""
+    """Takes what a `ScoreMerger` has merged; an `ImportanceTable`, or any other function of the reports."""
 
     def update(self, index_B: Indices, loss_B: Floats) -> None:
         """Takes in the batch of one step."""

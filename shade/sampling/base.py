@@ -14,10 +14,10 @@ Legend: N data set · K drawn in one epoch · C classes · G global batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +63,7 @@ class Receipt:
 
 
 class Sums(NamedTuple):
-    """What the receipt of a draw is made of; pi is 1 / weight."""
+    """The sums that the receipt of a draw is made of; pi is 1 / weight."""
 
     drawn_C: npt.NDArray[np.float64]
     """Σ weight of the drawn, by class."""
@@ -203,6 +203,10 @@ LARGE_ORDER = "buckets"
 """The name of that order in a saved run. A run without it was drawn by a version that had no other order."""
 
 
+MAX_PROBES: Final = 200
+"""Bracketed Newton: 4 to 8 probes in practice; each halves the bracket at worst."""
+
+
 def is_large(num_samples: int) -> bool:
     """Returns whether `shade.sampling.large` draws a set of so many samples."""
     return num_samples > LARGE
@@ -212,6 +216,31 @@ def parts(num_samples: int) -> Iterator[slice]:
     """Yields the parts in which whole arrays are passed through, where a pass needs memory of its own."""
     for start in range(0, num_samples, 1 << 16):
         yield slice(start, start + (1 << 16))
+
+
+def scale_for(goal: float, probe: Callable[[float], tuple[float, float]], scale: float, largest: float) -> float:
+    """Solves ``total(scale) = goal`` for a total that grows with the scale, from a first guess.
+
+    Args:
+        goal: Reached to one part in 10**12.
+        probe: Returns the total at a scale, and how fast it grows there.
+        scale: The first guess.
+        largest: At this scale the total is the goal or more.
+
+    Returns:
+        The scale that was probed last, unless `MAX_PROBES` did not come close enough.
+    """
+    low, high = 0.0, largest
+    for _ in range(MAX_PROBES):
+        total, slope = probe(scale)
+        excess = total - goal
+        if abs(excess) <= 1e-12 * goal:
+            break
+        low, high = (low, scale) if excess > 0 else (scale, high)
+        # Newton within the bracket, bisection where it would leave it.
+        step = scale - excess / slope if slope > 0 else low
+        scale = step if low < step < high else (low + high) / 2
+    return scale
 
 
 def picked(value_N: Floats, order_K: Order) -> Floats:

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shade._lazy import compiled
-from shade.sampling.base import ONE, Classes, Scores, Sums, Units
+from shade.sampling.base import ONE, Classes, Scores, Sums, Units, scale_for
 from shade.types import Bools, Floats, Order
 
 BUCKET = 1 << 17
@@ -44,7 +44,6 @@ BUCKET = 1 << 17
 
 _PART = 61
 """One of so many samples gives the first guess of the scale."""
-_MAX_PROBES = 200
 _BLOCK = 1 << 12
 """Samples whose probabilities are computed at a time."""
 _BITS = 30
@@ -296,8 +295,8 @@ class Inclusion(NamedTuple):
     """The probability of a sample with root 1, in units, before it is clipped."""
 
     rest: int = 0
-    """What the rounded probabilities lack of K * ``ONE``, or what they are too many by (below 0): the first samples
-    that have room for it take it."""
+    """Units that the rounded probabilities lack of K * ``ONE``; below 0, that they are too many. The first samples that
+    have room take them."""
 
     def class_sizes(self) -> Starts:
         """Returns the units of each class."""
@@ -313,17 +312,13 @@ class Inclusion(NamedTuple):
 
 
 def _scaled(inclusion: Inclusion, goal: float) -> Inclusion:
-    """Sets the scale at which the probabilities sum to ``goal`` units: `unbiased.solve_units`' bracketed Newton."""
-    low, high = 0.0, ONE / inclusion.smallest_root
-    for _ in range(_MAX_PROBES):
-        total, slope = _wanted(*inclusion[:-1])
-        excess = total - goal
-        if abs(excess) <= 1e-12 * goal:
-            break
-        low, high = (low, inclusion.scale) if excess > 0 else (inclusion.scale, high)
-        step = inclusion.scale - excess / slope if slope > 0 else low
-        inclusion = inclusion._replace(scale=step if low < step < high else (low + high) / 2)
-    return inclusion
+    """Sets the scale at which the probabilities sum to ``goal`` units."""
+
+    def probe(scale: float) -> tuple[float, float]:
+        total, slope = _wanted(*inclusion._replace(scale=scale)[:-1])
+        return float(total), float(slope)
+
+    return inclusion._replace(scale=scale_for(goal, probe, inclusion.scale, ONE / inclusion.smallest_root))
 
 
 def solve(

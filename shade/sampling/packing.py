@@ -53,7 +53,7 @@ class TokenRange(NamedTuple):
 
 
 class PackedSequence(NamedTuple):
-    """What one sequence consists of: all that a worker needs to read it."""
+    """The pieces of one sequence: all that a worker needs to read it."""
 
     number: int
     """Its place in the stream."""

@@ -57,6 +57,7 @@ from shade.sampling.base import (
     generator,
     is_large,
     parts,
+    scale_for,
 )
 from shade.sampling.receipt import measure
 from shade.sampling.uniform import full_epoch
@@ -69,9 +70,6 @@ NOISE_CAP = 0.95
 SMALLEST_ROOT = 1e-3
 """Smallest sqrt(score) as a share of the largest: keeps a loss of 0 from needing an infinite c."""
 
-
-MAX_PROBES = 200
-"""Bracketed Newton: 4 to 8 probes in practice; each halves the bracket at worst."""
 
 _BITS = ONE.bit_length() - 1
 
@@ -260,27 +258,26 @@ def solve_units(root_N: Floats, floor_N: Units, num_drawn: int) -> Units:
     Returns:
         uint32 (N,), summing to exactly ``K * ONE``.
     """
-    goal = float(num_drawn) * ONE
-    low, high = 0.0, ONE / float(root_N.min())
-    scale = min(goal / float(root_N.sum(dtype=np.float64)), high)
+    units_N = _rounded_units(root_N, floor_N, float(num_drawn) * ONE)
+    _hand_out(units_N, floor_N, num_drawn * ONE - int(units_N.sum(dtype=np.int64)))
+    return units_N
+
+
+def _rounded_units(root_N: Floats, floor_N: Units, goal: float) -> Units:
+    """Returns the units of each sample, rounded, so that they sum to the goal but for the rounding."""
+    largest = ONE / float(root_N.min())
     wanted_N = np.empty(len(root_N), dtype=np.float64)
-    for _ in range(MAX_PROBES):
+
+    def probe(scale: float) -> tuple[float, float]:
         np.multiply(root_N, scale, out=wanted_N, dtype=np.float64)
         free_N = (wanted_N > floor_N) & (wanted_N < ONE)
         slope = float(root_N.sum(dtype=np.float64, where=free_N))
         np.clip(wanted_N, floor_N, ONE, out=wanted_N)
-        excess = float(wanted_N.sum()) - goal
-        if abs(excess) <= 1e-12 * goal:
-            break
-        low, high = (low, scale) if excess > 0 else (scale, high)
-        # Newton within the bracket, bisection where it would leave it.
-        step = scale - excess / slope if slope > 0 else low
-        scale = step if low < step < high else (low + high) / 2
+        return float(wanted_N.sum()), slope
+
+    scale_for(goal, probe, min(goal / float(root_N.sum(dtype=np.float64)), largest), largest)
     np.rint(wanted_N, out=wanted_N)
-    units_N = wanted_N.astype(np.uint32)
-    del wanted_N, free_N
-    _hand_out(units_N, floor_N, num_drawn * ONE - int(units_N.sum(dtype=np.int64)))
-    return units_N
+    return wanted_N.astype(np.uint32)
 
 
 def _hand_out(units_N: Units, floor_N: Units, rest: int) -> None:

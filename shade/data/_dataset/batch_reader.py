@@ -27,7 +27,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from shade.cache.cache import SampleCache
 from shade.data._dataset import item_codec
 from shade.data._dataset.content import fingerprints_in, innermost_transform
-from shade.data._dataset.source import PreparedSource, SampleSource, read_nearest
+from shade.data._dataset.source import PreparedSource, SampleSource, checked_index, not_counted, read_nearest
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of
@@ -219,14 +219,8 @@ class BatchReader:
         return other
 
     def checked(self, index: int) -> int:
-        """Returns an index in [0, N): negative ones count from the end.
-
-        Raises IndexError for others, and TypeError for what is no index.
-        """
-        index = operator.index(index)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"expected a sample index below {len(self)}, got {index}")
-        return index % len(self)
+        """Returns an index in [0, N), as `checked_index` does."""
+        return checked_index(index, len(self))
 
     def checked_many(self, indices: Sequence[int]) -> list[int]:
         """Returns what `checked` returns for each index, and raises as it does."""
@@ -241,7 +235,7 @@ class BatchReader:
         has other content than the cache.
         """
         if self._cache is None:
-            payloads, hits = self._source.read_many(list(indices), _not_counted), [False] * len(indices)
+            payloads, hits = self._source.read_many(list(indices), not_counted), [False] * len(indices)
         else:
             near = set[int]()
             payloads, hits = self._cache.fetch_many(indices, partial(self._read_origin, near))
@@ -367,7 +361,7 @@ class BatchReader:
         except BadSampleError:
             if not self._skips_bad:
                 raise
-        count = _not_counted if self._cache is None else self._cache.count_origin
+        count = not_counted if self._cache is None else self._cache.count_origin
         # The nearest readable sample after it, which is the same one on every rank.
         for offset in range(1, min(_REPLACEMENTS, len(self)) + 1):
             other = (index + offset) % len(self)
@@ -398,7 +392,3 @@ class BatchReader:
             os.close(self._log_fd[1])
         self._log_fd = None
         self._source.close()
-
-
-def _not_counted(num_reads: int, num_bytes: int) -> None:
-    """Counts nothing: without a cache there is no ledger."""

@@ -68,13 +68,13 @@ class PrefixedSource(ItemSource, PreparedSource):
     ) -> None:
         self._dataset, self._files, self._prefix = dataset, files, prefix
         self._encode, self._decode_item = encode, decode_item
-        self._own = None if files is not None else own_source_of(dataset, None, None)
+        self._before = files or own_source_of(dataset, None, None)
         self.has_encoded_items = files is None and decode_item is item_codec.decode
         num_samples = len(dataset) if files is None else len(files.payload_bytes_N)
         # Before the first read, after which a data set may hold other things in memory.
         content = content_digest(dataset, version) if files is None else files.fingerprint
-        self.num_probes = 0 if self._own is None else self._own.num_probes
-        self.probe_bytes = 0 if self._own is None else self._own.probe_bytes
+        self.num_probes = 0 if self._before is None else self._before.num_probes
+        self.probe_bytes = 0 if self._before is None else self._before.probe_bytes
         probed = probed or probe(prefix, self._probed_item, self._encoded, num_samples, version)
         self.fingerprint = xxhash.xxh3_64_hexdigest(f"{content} {probed.fingerprint}".encode())
         self.payload_bytes_N = np.full(num_samples, max(map(len, probed.payloads)), dtype=np.int64)
@@ -98,29 +98,25 @@ class PrefixedSource(ItemSource, PreparedSource):
 
     @override
     def name_of(self, index: int) -> str:
-        source = self._own if self._files is None else self._files
-        return super().name_of(index) if source is None else source.name_of(index)
+        return super().name_of(index) if self._before is None else self._before.name_of(index)
 
     @override
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """Reads items before the prefix, as tuples; `prepared` passes and encodes them."""
-        if self._files is not None:
-            return [*map(self._decoded, indices, self._files.read_many(indices, count))]
-        if self._own is not None:
-            return [*map(self._decoded, indices, read_nearest(self._own, indices, count)[0])]
+        if self._before is not None:
+            return [*map(self._decoded, indices, read_nearest(self._before, indices, count)[0])]
         items = [self._item(index) for index in indices]
         read = [item for item in items if not isinstance(item, Exception)]
         count(len(read), sum(map(_num_bytes, read)))
         return items
 
     def _decoded(self, index: int, payload: Any) -> Any:
+        assert self._before is not None
         try:
-            if self._own is not None:
-                return self._own.decode(index, payload)
-            assert self._files is not None
-            return self._files.decode(index, payload)[:1]
+            item = self._before.decode(index, payload)
         except BadSampleError as error:
             return error
+        return item if self._files is None else item[:1]
 
     def _item(self, index: int) -> Any:
         try:
@@ -154,9 +150,8 @@ class PrefixedSource(ItemSource, PreparedSource):
 
     @override
     def close(self) -> None:
-        for source in (self._files, self._own):
-            if source is not None:
-                source.close()
+        if self._before is not None:
+            self._before.close()
 
 
 def _num_bytes(value: Any) -> int:

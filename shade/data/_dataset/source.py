@@ -14,6 +14,7 @@ and cached. Price: listing a bucket takes one request a thousand files, a web se
 
 from __future__ import annotations
 
+import operator
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,22 @@ from shade.errors import BadSampleError, ConfigError, DataError, shown_place, wi
 
 CountOrigin = Callable[[int, int], None]
 """Called with (reads, bytes) after each read of the origin."""
+
+
+def not_counted(num_reads: int, num_bytes: int) -> None:
+    """Counts nothing: a `CountOrigin` for where there is no ledger."""
+
+
+def checked_index(index: int, num_samples: int) -> int:
+    """Returns an index in [0, N): negative ones count from the end.
+
+    Raises IndexError for others, and TypeError for what is no index.
+    """
+    index = operator.index(index)
+    if not -num_samples <= index < num_samples:
+        raise IndexError(f"expected a sample index below {num_samples}, got {index}")
+    return index % num_samples
+
 
 _VALUES = (int, float, str, bytes, type(None))
 """A list of these alone is one value, such as tokens."""

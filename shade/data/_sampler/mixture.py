@@ -29,7 +29,7 @@ import torch.distributed as dist
 import xxhash
 from torch.utils.data import Dataset, Sampler
 
-from shade.data._sampler.rank_shard import LoaderCount, SamplerIterator
+from shade.data._sampler.rank_shard import LoaderCount, SamplerIterator, ranks_of
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
 from shade.sampling import num_steps, rank_positions
@@ -37,7 +37,7 @@ from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shar
 from shade.types import Floats, Indices
 
 NO_LABEL = -100
-"""What `torch.nn.functional.cross_entropy` ignores."""
+"""The label that `torch.nn.functional.cross_entropy` ignores."""
 
 _POINT = 1 << 20
 """Losses are counted in units of its inverse …"""
@@ -287,9 +287,7 @@ class MixtureSampler(Sampler[PackedSequence]):
         floor: float = 0.5,
         window: int = 64,
     ) -> None:
-        distributed = dist.is_available() and dist.is_initialized()
-        self.num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
-        self.rank = (dist.get_rank() if distributed else 0) if rank is None else rank
+        self.num_replicas, self.rank, distributed = ranks_of(num_replicas, rank, batch_size)
         self.batch_size, self.global_batch = batch_size, batch_size * self.num_replicas
         self._names = dataset.names
         self._settings: dict[str, Any] = {
@@ -319,7 +317,7 @@ class MixtureSampler(Sampler[PackedSequence]):
         self.round = 0
         """The present round."""
         self.receipts: list[MixtureReceipt] = []
-        """Of the rounds that this process has begun."""
+        """Receipts of the rounds that this process has begun."""
         self._emitted_S = np.zeros(len(self._names), np.int64)
         self._before = self._start()
         self._sequences: list[PackedSequence] = []
@@ -329,10 +327,6 @@ class MixtureSampler(Sampler[PackedSequence]):
     def _check(self, distributed: bool) -> None:
         """Raises ConfigError for settings out of range."""
         weights, step = self._settings["weights"], self.global_batch
-        if not 0 <= self.rank < self.num_replicas:
-            raise ConfigError.of(f"a rank below num_replicas={self.num_replicas}", self.rank, "ranks count from 0")
-        if self.batch_size < 1:
-            raise ConfigError.of("batch_size ≥ 1", self.batch_size, "pass the DataLoader's batch_size")
         if set(weights) != set(self._names):
             raise ConfigError.of(f"a weight for each of {list(self._names)}", list(weights), "name each source once")
         if not all(0 < weight < float("inf") for weight in weights.values()):

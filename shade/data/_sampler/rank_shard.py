@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -40,6 +41,20 @@ from shade.types import Floats, Indices, Order
 
 DEALT_STEPS = 128
 """How many steps back the shard remembers what was dealt."""
+
+
+def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tuple[int, int, bool]:
+    """Returns how many ranks there are, this one's number, and whether torch.distributed connects them, which says what
+    the caller does not. Raises ConfigError for a rank or a batch size out of range."""
+    distributed = dist.is_available() and dist.is_initialized()
+    num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
+    rank = (dist.get_rank() if distributed else 0) if rank is None else rank
+    if not 0 <= rank < num_replicas:
+        cure = "ranks count from 0 (-nr 0 … n-1)"
+        raise ConfigError.of(f"a rank below num_replicas={num_replicas}", rank, cure)
+    if batch_size < 1:
+        raise ConfigError.of("batch_size ≥ 1", batch_size, "pass the DataLoader's batch_size")
+    return num_replicas, rank, distributed
 
 
 class RankShard:

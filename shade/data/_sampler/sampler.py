@@ -38,6 +38,7 @@ from shade.data._sampler.rank_shard import (
     check_order,
     draw_from,
     load_draw,
+    ranks_of,
 )
 from shade.data._sampler.usage import ForgottenCallWarning as ForgottenCallWarning
 from shade.data._sampler.usage import UsageWarnings, check_numbering, check_wrapping
@@ -93,9 +94,7 @@ class ShadeSampler(DistributedSampler[int]):
         score: str | None = None,
         follow: str | None = None,
     ) -> None:
-        distributed = dist.is_available() and dist.is_initialized()
-        self.num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
-        self.rank = (dist.get_rank() if distributed else 0) if rank is None else rank
+        self.num_replicas, self.rank, distributed = ranks_of(num_replicas, rank, batch_size)
         self.num_samples = len(dataset)
         self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
         self._check(distributed)
@@ -167,12 +166,6 @@ class ShadeSampler(DistributedSampler[int]):
         self._at_resume: Callable[[], None] | None = None
 
     def _check(self, distributed: bool) -> None:
-        if not 0 <= self.rank < self.num_replicas:
-            raise ConfigError.of(
-                f"a rank below num_replicas={self.num_replicas}", self.rank, "ranks count from 0 (-nr 0 … n-1)"
-            )
-        if self.batch_size < 1:
-            raise ConfigError.of("batch_size ≥ 1", self.batch_size, "pass the DataLoader's batch_size")
         if self.batch_size * self.num_replicas > self.num_samples:
             raise ConfigError.of(
                 f"batch_size × ranks of at most {self.num_samples}, the size of the data set",

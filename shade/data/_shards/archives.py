@@ -22,7 +22,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from typing_extensions import override
 from shade.data._dataset import item_codec
 from shade.data._dataset.origin import is_url
 from shade.data._decode.jpeg import decode_rgb
-from shade.data._shards.index import FORMATS, ShardFile, ShardFormat, ShardScan, UnlikeIndexError
+from shade.data._shards.index import FORMATS, Columns, Rows, ShardFile, ShardFormat, ShardScan, UnlikeIndexError
 from shade.errors import ConfigError, DataError, shown_place
 
 KEY: Final = "__key__"
@@ -76,7 +76,7 @@ DECODERS: Final[Mapping[str, Callable[[bytes], Any]]] = (
     | dict.fromkeys(("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm"), decode_rgb)
     | {"json": json.loads, "npy": _array}
 )
-"""What decodes a file, by the last part of its extension: what ``webdataset.decode("pil")`` makes of it."""
+"""Decoders of files, by the last part of their extension; they do what ``webdataset.decode("pil")`` does."""
 
 
 def key_and_column(name: str) -> tuple[str, str] | None:
@@ -189,10 +189,10 @@ def grouped(members: Iterator[ArchivedFile | None], shard: str) -> Iterator[tupl
 
 
 class ArchiveFormat(ShardFormat):
-    """What tar and zip have in common: the samples, their payloads and their decoders."""
+    """Reads archives: the samples, payloads and decoders that their kinds have in common."""
 
     @override
-    def row(self, scan: ShardScan, payload: Any, columns: Sequence[str] | None) -> dict[str, Any]:
+    def row(self, scan: ShardScan, payload: Any, columns: Columns) -> dict[str, Any]:
         found: dict[str, Any] = item_codec.decode(payload)
         return found
 
@@ -228,26 +228,11 @@ class TarFormat(ArchiveFormat):
         if not has_end:
             cure = f"copy it again; if it is whole and lacks the end mark alone, add it: truncate -s +1024 {name}"
             raise DataError.of(f"{shown_place(name)} to end with an empty block", "an end without it", cure)
-        return ShardScan(
-            np.array(starts, dtype=np.int64),
-            np.array(lengths, dtype=np.int64),
-            np.ones(len(starts), dtype=np.int64),
-            np.array(proofs, dtype=np.int64),
-            [KEY, *columns],
-        )
+        return ShardScan.of(starts, lengths, [KEY, *columns], proofs=proofs)
 
     @override
-    def payloads(
-        self,
-        scan: ShardScan,
-        piece: int,
-        parts: Any,
-        columns: Sequence[str] | None,
-        rows: Sequence[int] | None,
-    ) -> list[bytes]:
-        start = int(scan.start_P[piece])
-        stop = start + int(scan.length_P[piece])
-        content = parts.range(start, stop)
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
+        content = parts.range(*scan.span(piece))
         try:
             found = list(grouped(tar_members(lambda at, end: content[at:end], 0, len(content)), ""))
         except ValueError as error:
@@ -310,29 +295,13 @@ class ZipFormat(ArchiveFormat):
             proofs.append(_proof(key))
             table.append([key, *(_zip_member(column, by_name[member.name]) for column, member in files)])
         columns = dict.fromkeys(str(each[0]) for row in table for each in row[1:])
-        return ShardScan(
-            np.array(starts, dtype=np.int64),
-            np.array(lengths, dtype=np.int64),
-            np.ones(len(starts), dtype=np.int64),
-            np.array(proofs, dtype=np.int64),
-            [KEY, *columns],
-            json.dumps(table).encode(),
-        )
+        return ShardScan.of(starts, lengths, [KEY, *columns], json.dumps(table).encode(), proofs=proofs)
 
     @override
-    def payloads(
-        self,
-        scan: ShardScan,
-        piece: int,
-        parts: Any,
-        columns: Sequence[str] | None,
-        rows: Sequence[int] | None,
-    ) -> list[bytes]:
-        if scan.parsed is None:
-            scan.parsed = json.loads(scan.extra)
-        start = int(scan.start_P[piece])
-        content = parts.range(start, start + int(scan.length_P[piece]))
-        key, *members = scan.parsed[piece]
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
+        start, stop = scan.span(piece)
+        content = parts.range(start, stop)
+        key, *members = scan.parsed("table", json.loads)[piece]
         item: dict[str, Any] = {KEY: key}
         for member in map(_ZipMember._make, members):
             if columns is None or member.column in columns:
@@ -418,27 +387,13 @@ class LMDBFormat(ArchiveFormat):
         lengths = np.array([length for _, length in found], dtype=np.int64)
         keys = [key for key, _ in found]
         ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
-        return ShardScan(
-            np.cumsum(lengths) - lengths,  # not its place, which LMDB does not say: the order
-            lengths,
-            np.ones(len(keys), dtype=np.int64),
-            np.zeros(len(keys), dtype=np.int64),
-            [KEY, "value"],
-            ends.tobytes() + b"".join(keys),
-        )
+        starts = np.cumsum(lengths) - lengths  # not places, which LMDB does not say: the order
+        return ShardScan.of(starts, lengths, [KEY, "value"], ends.tobytes() + b"".join(keys))
 
     @override
-    def payloads(
-        self,
-        scan: ShardScan,
-        piece: int,
-        parts: Any,
-        columns: Sequence[str] | None,
-        rows: Sequence[int] | None,
-    ) -> list[bytes]:
-        if scan.parsed is None:
-            scan.parsed = np.frombuffer(scan.extra, np.int64, len(scan.start_P))
-        ends, begin = scan.parsed, 8 * len(scan.start_P)
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
+        num_keys = len(scan.start_P)
+        ends, begin = scan.parsed("ends", lambda extra: np.frombuffer(extra, np.int64, num_keys)), 8 * num_keys
         key = scan.extra[begin + (int(ends[piece - 1]) if piece else 0) : begin + int(ends[piece])]
         with parts.env.begin() as transaction:
             value = transaction.get(key)

@@ -29,10 +29,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,10 @@ _SCANNERS: Final = 16
 _LOCAL_WINDOW_BYTES, _REMOTE_WINDOW_BYTES = 16 << 10, 256 << 10
 Lengths = npt.NDArray[Any]
 """Integers, in as few bytes as they need."""
+Columns: TypeAlias = "Sequence[str] | None"
+"""The columns that are read; None are all."""
+Rows: TypeAlias = "Sequence[int] | None"
+"""The rows of a piece that are wanted; None are all."""
 
 
 class UnlikeIndexError(ValueError):
@@ -140,9 +144,36 @@ class ShardScan:
     columns: list[str]
     """The columns that its samples have."""
     extra: bytes = b""
-    """What the format needs beside the ranges, such as a schema."""
-    parsed: Any = None
-    """What the format has made of ``extra`` in this process."""
+    """The format's own data beside the ranges, such as a schema."""
+    _parsed: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        starts: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        columns: Sequence[str],
+        extra: bytes = b"",
+        *,
+        rows: npt.ArrayLike | None = None,
+        proofs: npt.ArrayLike | None = None,
+    ) -> ShardScan:
+        """Makes a scan of lists; by default each piece is one sample, and has no proof."""
+        start_P, length_P = np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64)
+        rows_P = np.ones_like(start_P) if rows is None else np.array(rows, dtype=np.int64)
+        proof_P = np.zeros_like(start_P) if proofs is None else np.array(proofs, dtype=np.int64)
+        return cls(start_P, length_P, rows_P, proof_P, list(columns), extra)
+
+    def span(self, piece: int) -> tuple[int, int]:
+        """Returns where a piece begins and ends, in bytes."""
+        start = int(self.start_P[piece])
+        return start, start + int(self.length_P[piece])
+
+    def parsed(self, name: Any, parse: Callable[[bytes], Any]) -> Any:
+        """Returns what the format makes of ``extra`` under a name; it is made once a process."""
+        if name not in self._parsed:
+            self._parsed[name] = parse(self.extra)
+        return self._parsed[name]
 
     def to_bytes(self, header: dict[str, Any]) -> bytes:
         """Returns the content of an index file."""
@@ -183,7 +214,7 @@ def _packed(values_P: Lengths) -> Lengths:
 
 
 class ShardFormat(ABC):
-    """How the samples of one kind of shard are found and read. It holds nothing of a shard."""
+    """Finds and reads the samples of one kind of shard. It holds nothing of a shard."""
 
     keeps_rows: bool = False
     """Whether reading one row of a piece takes as long as reading all."""
@@ -204,10 +235,9 @@ class ShardFormat(ABC):
     def scan(self, file: ShardFile) -> ShardScan:
         """Finds the pieces of a shard. Raises DataError for one that is truncated or is none."""
 
-    def ranges(self, scan: ShardScan, piece: int, columns: Sequence[str] | None) -> list[tuple[int, int]]:
+    def ranges(self, scan: ShardScan, piece: int, columns: Columns) -> list[tuple[int, int]]:
         """Returns the ranges (start, stop) to read for the columns of a piece, in order; None are all columns."""
-        start = int(scan.start_P[piece])
-        return [(start, start + int(scan.length_P[piece]))]
+        return [scan.span(piece)]
 
     def opened(self, path: str) -> Any:
         """Returns what `payloads` takes in place of ranges that were read, of a local shard that is mapped into memory;
@@ -215,19 +245,12 @@ class ShardFormat(ABC):
         return None
 
     @abstractmethod
-    def payloads(
-        self,
-        scan: ShardScan,
-        piece: int,
-        parts: Any,
-        columns: Sequence[str] | None,
-        rows: Sequence[int] | None,
-    ) -> list[bytes]:
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
         """Returns the payloads of some rows of a piece, or of all. ``parts`` are `RangeParts`, or what `opened`
         returned. Raises UnlikeIndexError if its bytes are not what the index says."""
 
     @abstractmethod
-    def row(self, scan: ShardScan, payload: Any, columns: Sequence[str] | None) -> dict[str, Any]:
+    def row(self, scan: ShardScan, payload: Any, columns: Columns) -> dict[str, Any]:
         """Returns the raw values of a payload by column."""
 
     def decoder(self, column: str) -> Callable[[Any], Any] | None:

@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
 from shade.data._dataset.origin import ByteRange, FileOrigin, UrlOrigin, is_url, list_files, open_file_system
-from shade.data._dataset.source import CountOrigin, NearSource
+from shade.data._dataset.source import CountOrigin, NearSource, checked_index, not_counted
 from shade.data._shards.blocks import Block, BlockTier, coalesced
 from shade.data._shards.index import FORMATS, RangeParts, ShardIndex, UnlikeIndexError, describe_shards
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place
@@ -52,7 +52,7 @@ Piece: TypeAlias = "tuple[int, int]"
 
 
 class _Read(NamedTuple):
-    """What was read of some pieces."""
+    """The result of reading some pieces."""
 
     parts: dict[int, Any]
     """The ranges, by shard, or what its format opened."""
@@ -157,10 +157,10 @@ class Shards(Dataset[Any]):
             DataError: A shard is not what its index says.
             BadSampleError: A sample cannot be read or decoded, or lacks a column.
         """
-        indices = [self._checked(index) for index in indices]
+        indices = [checked_index(index, len(self)) for index in indices]
         near = self.read_near(indices)
         absent = [index for index in indices if index not in near]
-        near |= zip(absent, self.read(absent, _not_counted), strict=True)
+        near |= zip(absent, self.read(absent, not_counted), strict=True)
         return [self.item(index, near[index]) for index in indices]
 
     def __repr__(self) -> str:
@@ -168,11 +168,6 @@ class Shards(Dataset[Any]):
         names = "all" if self._columns is None else ", ".join(self._columns)
         kind = type(self._format).__name__.removesuffix("Format")
         return f"Shards({len(self._index.entries)} × {kind}, num_samples={len(self)}, columns={names})"
-
-    def _checked(self, index: int) -> int:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"expected a sample index below {len(self)}, got {index}")
-        return int(index) % len(self)
 
     @property
     def fingerprint(self) -> str:
@@ -410,7 +405,7 @@ class Shards(Dataset[Any]):
 
 
 class ShardSource(NearSource):
-    """What `ShadeDataset` reads of `Shards`. What the disk has counts as a disk hit."""
+    """`Shards` as `ShadeDataset` reads them. A sample that the disk has counts as a disk hit."""
 
     cached_format = FORMAT_ITEM
     has_pictures = compares_hits = is_random = has_encoded_items = False
@@ -453,10 +448,6 @@ def _lengths(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:
         cure = f"all of {len(errors)} probed are not; check the shards and the login"
         raise DataError.of("a readable sample", f"{type(errors[0]).__name__}: {errors[0]}", cure) from errors[0]
     return np.array([0 if isinstance(each, Exception) else len(each) for each in payloads], dtype=np.int64)
-
-
-def _not_counted(num_reads: int, num_bytes: int) -> None:
-    """Stands for a counter where nothing counts."""
 
 
 def _default_folder() -> str:

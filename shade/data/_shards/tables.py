@@ -15,7 +15,7 @@ import io
 import json
 import struct
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +23,17 @@ from PIL import Image
 from typing_extensions import override
 
 from shade.data._shards.archives import decoded_text
-from shade.data._shards.index import FORMATS, RangeFile, RangeParts, ShardFile, ShardFormat, ShardScan, UnlikeIndexError
+from shade.data._shards.index import (
+    FORMATS,
+    Columns,
+    RangeFile,
+    RangeParts,
+    Rows,
+    ShardFile,
+    ShardFormat,
+    ShardScan,
+    UnlikeIndexError,
+)
 from shade.errors import DataError, shown_place
 
 _SCHEMA_MESSAGE, _DICTIONARY_MESSAGE, _BATCH_MESSAGE = 1, 2, 3
@@ -36,35 +46,31 @@ def _pyarrow(module: str = "pyarrow") -> Any:
 
 
 class ArrowRows(ShardFormat):
-    """What Parquet and Arrow have in common: a row's payload."""
+    """Reads the rows of Parquet and Arrow, whose payloads are alike."""
 
     library, reads, extra = "pyarrow", "Parquet and Arrow", "parquet"
 
     @override
-    def row(self, scan: ShardScan, payload: Any, columns: Sequence[str] | None) -> dict[str, Any]:
+    def row(self, scan: ShardScan, payload: Any, columns: Columns) -> dict[str, Any]:
         schema = self._schema(scan, columns)
         batch = _pyarrow().ipc.read_record_batch(_pyarrow().py_buffer(payload), schema)
         found: dict[str, Any] = batch.to_pylist()[0]
         return found
 
-    def _schema(self, scan: ShardScan, columns: Sequence[str] | None) -> Any:
+    def _schema(self, scan: ShardScan, columns: Columns) -> Any:
         """Returns the schema of payloads: the chosen columns in the file's order."""
-        if not isinstance(scan.parsed, dict):
-            whole = self._whole_schema(scan)
-            scan.parsed = {"schema": whole.remove_metadata()}
-        chosen = tuple(columns) if columns is not None else None
-        if chosen not in scan.parsed:
-            whole = scan.parsed["schema"]
-            kept = [field for field in whole if chosen is None or field.name in chosen]
-            scan.parsed[chosen] = _pyarrow().schema(kept)
-        return scan.parsed[chosen]
+        whole = scan.parsed("schema", self._whole_schema)
+        if columns is None:
+            return whole
+        chosen = tuple(columns)
+        return scan.parsed(chosen, lambda _: _pyarrow().schema([field for field in whole if field.name in chosen]))
 
     @abstractmethod
-    def _whole_schema(self, scan: ShardScan) -> Any:
-        """Returns the schema of a shard."""
+    def _whole_schema(self, extra: bytes) -> Any:
+        """Returns the schema of a shard, without metadata."""
 
 
-def _row_payloads(batch: Any, rows: Sequence[int] | None) -> list[bytes]:
+def _row_payloads(batch: Any, rows: Rows) -> list[bytes]:
     wanted = range(batch.num_rows) if rows is None else rows
     return [batch.slice(row, 1).serialize().to_pybytes() for row in wanted]
 
@@ -86,36 +92,26 @@ class ParquetFormat(ArrowRows):
         if start < 4:
             raise DataError.of(f"{shown_place(name)} to be a whole Parquet file", "a short one", "copy it again")
         extra = struct.pack("<Q", num_bytes) + file.range(start, num_bytes)
-        nothing = np.zeros(0, dtype=np.int64)
-        scan = ShardScan(nothing, nothing, nothing, nothing, [], extra)
-        metadata = self._metadata(scan)
-        scan.columns = list(dict.fromkeys(field.name for field in self._whole_schema(scan)))
+        metadata = _footer(extra)
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         spans = [self._chunks(group, None) for group in groups]
-        scan.start_P = np.array([span[0][0] for span in spans], dtype=np.int64)
-        scan.length_P = np.array([span[-1][1] - span[0][0] for span in spans], dtype=np.int64)
-        scan.rows_P = np.array([group.num_rows for group in groups], dtype=np.int64)
-        scan.proof_P = np.zeros(len(groups), dtype=np.int64)
-        return scan
+        return ShardScan.of(
+            [span[0][0] for span in spans],
+            [span[-1][1] - span[0][0] for span in spans],
+            list(dict.fromkeys(field.name for field in self._whole_schema(extra))),
+            extra,
+            rows=[group.num_rows for group in groups],
+        )
 
     def _metadata(self, scan: ShardScan) -> Any:
-        if scan.parsed is None:
-            parquet = _pyarrow("pyarrow.parquet")
-            footer = io.BytesIO(b"PAR1" + scan.extra[8:])
-            scan.parsed = {"metadata": parquet.read_metadata(footer)}
-            (num_bytes,) = struct.unpack("<Q", scan.extra[:8])
-            nothing = RangeFile(num_bytes, RangeParts([(num_bytes - len(scan.extra) + 8, scan.extra[8:])]).range)
-            schema = parquet.ParquetFile(nothing, metadata=scan.parsed["metadata"]).schema_arrow
-            scan.parsed["schema"] = _plain(schema.remove_metadata())
-        return scan.parsed["metadata"]
+        return scan.parsed("metadata", _footer)
 
     @override
-    def _whole_schema(self, scan: ShardScan) -> Any:
-        self._metadata(scan)
-        return scan.parsed["schema"]
+    def _whole_schema(self, extra: bytes) -> Any:
+        return _plain(_footer(extra).schema.to_arrow_schema().remove_metadata())
 
     @staticmethod
-    def _chunks(group: Any, columns: Sequence[str] | None) -> list[tuple[int, int]]:
+    def _chunks(group: Any, columns: Columns) -> list[tuple[int, int]]:
         """Returns the ranges of the column chunks of a row group, in order."""
         ranges = []
         for number in range(group.num_columns):
@@ -129,18 +125,11 @@ class ParquetFormat(ArrowRows):
         return sorted(ranges)
 
     @override
-    def ranges(self, scan: ShardScan, piece: int, columns: Sequence[str] | None) -> list[tuple[int, int]]:
+    def ranges(self, scan: ShardScan, piece: int, columns: Columns) -> list[tuple[int, int]]:
         return self._chunks(self._metadata(scan).row_group(piece), columns)
 
     @override
-    def payloads(
-        self,
-        scan: ShardScan,
-        piece: int,
-        parts: Any,
-        columns: Sequence[str] | None,
-        rows: Sequence[int] | None,
-    ) -> list[bytes]:
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
         metadata, schema = self._metadata(scan), self._schema(scan, columns)
         (num_bytes,) = struct.unpack("<Q", scan.extra[:8])
         try:
@@ -153,6 +142,11 @@ class ParquetFormat(ArrowRows):
             raise UnlikeIndexError(f"{table.num_rows} rows")
         payloads = [each for batch in table.combine_chunks().to_batches() for each in _row_payloads(batch, None)]
         return payloads if rows is None else [payloads[row] for row in rows]
+
+
+def _footer(extra: bytes) -> Any:
+    """Returns the metadata of a Parquet file, from its length and its last bytes."""
+    return _pyarrow("pyarrow.parquet").read_metadata(io.BytesIO(b"PAR1" + extra[8:]))
 
 
 def _plain(schema: Any) -> Any:
@@ -207,35 +201,18 @@ class ArrowFormat(ArrowRows):
                 cure = "write the column without a dictionary: table.cast(…)"
                 raise DataError.of(f"plain columns in {shown_place(name)}", "a dictionary", cure)
             at = stop
-        scan = ShardScan(
-            np.array(starts, dtype=np.int64),
-            np.array(lengths, dtype=np.int64),
-            np.array(rows, dtype=np.int64),
-            np.zeros(len(starts), dtype=np.int64),
-            [],
-            schema,
-        )
-        scan.columns = list(self._whole_schema(scan).names)
-        return scan
+        return ShardScan.of(starts, lengths, self._whole_schema(schema).names, schema, rows=rows)
 
     @override
-    def _whole_schema(self, scan: ShardScan) -> Any:
-        return _pyarrow().ipc.read_schema(_pyarrow().py_buffer(scan.extra)).remove_metadata()
+    def _whole_schema(self, extra: bytes) -> Any:
+        return _pyarrow().ipc.read_schema(_pyarrow().py_buffer(extra)).remove_metadata()
 
     @override
-    def payloads(
-        self,
-        scan: ShardScan,
-        piece: int,
-        parts: Any,
-        columns: Sequence[str] | None,
-        rows: Sequence[int] | None,
-    ) -> list[bytes]:
-        names, arrow = self._schema(scan, columns).names, _pyarrow()
-        start = int(scan.start_P[piece])
-        content = parts.range(start, start + int(scan.length_P[piece]))
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
+        names, whole, arrow = self._schema(scan, columns).names, self._schema(scan, None), _pyarrow()
+        content = parts.range(*scan.span(piece))
         try:
-            batch = arrow.ipc.read_record_batch(arrow.py_buffer(content), scan.parsed["schema"])
+            batch = arrow.ipc.read_record_batch(arrow.py_buffer(content), whole)
         except (OSError, EOFError, ValueError) as error:
             raise UnlikeIndexError(f"a record batch that pyarrow cannot read ({error})") from error
         if batch.num_rows != scan.rows_P[piece]:
@@ -325,31 +302,15 @@ class MDSFormat(ShardFormat):
         if unknown:
             cure = f"write the shard with one of {', '.join([*_ENCODINGS, *_NUMBERS])}"
             raise DataError.of(f"columns of {shown_place(name)} in a known encoding", unknown[0], cure)
-        start_P = offset_N[:-1].astype(np.int64)
-        return ShardScan(
-            start_P,
-            np.diff(offset_N.astype(np.int64)),
-            np.ones(num_samples, dtype=np.int64),
-            np.zeros(num_samples, dtype=np.int64),
-            config["column_names"],
-            extra,
-        )
+        return ShardScan.of(offset_N[:-1], np.diff(offset_N.astype(np.int64)), config["column_names"], extra)
 
     @override
-    def payloads(
-        self,
-        scan: ShardScan,
-        piece: int,
-        parts: Any,
-        columns: Sequence[str] | None,
-        rows: Sequence[int] | None,
-    ) -> list[bytes]:
-        start = int(scan.start_P[piece])
-        return [bytes(parts.range(start, start + int(scan.length_P[piece])))]
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
+        return [bytes(parts.range(*scan.span(piece)))]
 
     @override
-    def row(self, scan: ShardScan, payload: Any, columns: Sequence[str] | None) -> dict[str, Any]:
-        config = scan.parsed = scan.parsed or json.loads(scan.extra)
+    def row(self, scan: ShardScan, payload: Any, columns: Columns) -> dict[str, Any]:
+        config = scan.parsed("config", json.loads)
         payload, at, sizes = bytes(payload), 0, []
         for size in config["column_sizes"]:
             sizes.append(size or struct.unpack_from("<I", payload, at)[0])

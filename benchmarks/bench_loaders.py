@@ -1,33 +1,48 @@
-"""Every loader over the same storage: ours, torch's own, and those that people move to.
+"""Every loader at its best over the same storage: ours, torch's own, and those that people move to.
 
 Question
     A folder of JPEGs lies on a local disk, on decent network storage, or on slow network storage. How many samples a
-    second does each loader bring into the training process, at what CPU cost, and what does it ask of the storage?
+    second does each loader bring into the training process, at what CPU cost, and what does it ask of the storage? How
+    much of our lead is the pipeline, how much the decoder, and how much the cache?
 
 Method
-    4,000 JPEGs of 400 × 300 pixels (about 35 KB) → random resized crop to 224, flip, normalise; and 20,000 of 32 × 32.
-    Batches of 64, two workers (or as many threads as a loader's design asks for), no training step. All files, the
-    images and every converted copy, lie behind `scripts/slowfs`, which delays opens, caps the bandwidth of all readers
-    together, caches nothing and counts; "local disk" is the same mount without delay or cap, so that nobody profits
-    from the page cache. Who has a cache gets 20 % of the data set, on local disk or in memory as it likes; then the
-    whole set. Each loader is set up as its documentation advises (benchmarks/loader_methods.py says how).
+    4,000 JPEGs of 400 × 300 pixels (about 35 KB) → random resized crop to 224, flip, normalise. Batches of 64, no
+    training step. All files, the images and every converted copy, lie behind `scripts/slowfs`, which delays opens, caps
+    the bandwidth of all readers together, caches nothing and counts; "local disk" is the same mount without delay or
+    cap, so that nobody profits from the page cache. The caches of loaders that have one hold 0, 20, 50 or 100 % of the
+    data set, on local disk or in memory as the loader likes. Small samples: bench_small_samples.
+
+    torch's DataLoader is measured with 2 to 32 workers, with more prefetching, with simplejpeg, and with torchvision's
+    own decoder and transforms v2. The base of all ratios is the fastest of these rows on the same storage. Other
+    loaders are set up as their documentation advises (benchmarks/loader_methods.py says how).
 
     A run is one loader in a process of its own with an empty cache: set-up, a first epoch, then more. Rounds are
     interleaved: every loader once, then all again. Figures are medians over the second and later epochs of all rounds,
-    the spread is their lowest to highest, ratios are to torch's DataLoader with two workers in the same case. CPU time
-    is that of the process and everything it started (workers, a private Redis server), not the mount's. Opens and
-    bytes are those the mount served in an epoch. A converted copy is opened by shard, so its opens say little; its
-    bytes do. `unbiased` draws 70 % of the samples an epoch, which shortens the epoch and not the samples/s. A loader
-    that cannot be told how much to keep is measured with the first share alone, and stands in all tables.
+    the spread is their lowest to highest. CPU time is that of the process and everything it started (workers, a private
+    Redis server), not the mount's. Opens and bytes are those the mount served in an epoch. A converted copy is opened
+    by shard, so its opens say little; its bytes do. `unbiased` draws 70 % of the samples an epoch, which shortens the
+    epoch and not the samples/s.
+
+The rule, written before the first result
+    1. README and docs give the ratio of ShadeLoader to the fastest torch row, and never to a slower one.
+    2. ShadeLoader is *ahead* at a share if it is faster than every other loader that was given this share, or that has
+       no cache. A loader that keeps everything and cannot be limited is compared where all is cached.
+    3. The pipeline's part is ShadeLoader without a cache and with Pillow over the fastest torch row; the decoder's part
+       is ShadeLoader without a cache over that; the cache's part is ShadeLoader with a cache over without.
 
     Every epoch is a line in loaders.jsonl, appended as its run ends. Started again, the command goes on where it was
     stopped; a method whose package is missing, or that fails or hangs, is a row that says so: it is left out of later
     rounds, and tried again when the command is.
 
 Command
-    python benchmarks/bench_loaders.py                    hours on two cores; leave the machine alone
+    python benchmarks/bench_loaders.py                    about 4 hours on two idle cores, 80 minutes a round
+    python benchmarks/bench_loaders.py --minutes 40       the next 40 minutes of it
     python benchmarks/bench_loaders.py --quick            every method once on few images: does it work?
     python benchmarks/bench_loaders.py --report           the table and the picture, from the lines there are
+
+    pip install litdata mosaicml-streaming datasets webdataset spdl-io spdl-core grain simplejpeg
+    pip install nvidia-dali-cuda120 nvidia-nvimgcodec-cu12
+    apt install ffmpeg                                    SPDL decodes with its libraries
 
 Figures: benchmarks/results/loaders.md and loaders.png, written by this command from loaders.jsonl.
 """
@@ -50,7 +65,7 @@ from typing import Any
 
 import loader_report
 from bench_slow_storage import make_images, slow
-from loader_methods import METHODS
+from loader_methods import METHODS, SHARES
 from measures import Log, commit, machine
 from tqdm import tqdm
 
@@ -62,8 +77,8 @@ STORAGE = {
     "20 ms, 25 MB/s": ("20ms", "25MB/s"),
 }
 PACKAGES = (
-    "torch", "torchvision", "torchdata", "mosaicml-streaming", "litdata", "webdataset", "spdl", "ffcv", "datasets",
-    "redis", "pillow",
+    "torch", "torchvision", "mosaicml-streaming", "litdata", "webdataset", "spdl-io", "grain", "nvidia-dali-cuda120",
+    "ffcv", "datasets", "redis", "pillow", "simplejpeg",
 )  # fmt: skip
 CONVERT_SECONDS = 1800
 EPOCH_SECONDS, SAMPLE_SECONDS = 60, 0.04
@@ -74,7 +89,6 @@ class Data:
     """One data set, made once, and its converted copies."""
 
     def __init__(self, folder: Path, num_images: int, width: int, height: int, side: int) -> None:
-        self.name = f"{num_images:,} of {width} × {height}"
         self.folder = folder / f"{num_images}-{width}x{height}"
         self.side, self.num_samples = side, num_images
         images = self.folder / "images"
@@ -94,10 +108,10 @@ class Data:
         partial = self.folder / f"{method.folder}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        told = start(["convert", name, str(self.folder / "images"), str(partial)], self.folder, CONVERT_SECONDS)
-        if told.returncode == 0:
+        ended = start(["convert", name, str(self.folder / "images"), str(partial)], self.folder, CONVERT_SECONDS)
+        if ended.returncode == 0:
             partial.rename(done)
-        return why(told)
+        return why(ended)
 
 
 def start(words: list[str], scratch: Path, limit_seconds: float) -> subprocess.CompletedProcess[str]:
@@ -120,23 +134,23 @@ def start(words: list[str], scratch: Path, limit_seconds: float) -> subprocess.C
     return subprocess.CompletedProcess(command, process.returncode, out, complaint)
 
 
-def told_rows(told: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+def printed_rows(ended: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     """The lines that are ours; peers may print, too."""
-    return [json.loads(line) for line in told.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
 
 
-def why(told: subprocess.CompletedProcess[str]) -> str | None:
+def why(ended: subprocess.CompletedProcess[str]) -> str | None:
     """Why a process brought nothing, in a few words; None where it did."""
-    if told.returncode == 0:
+    if ended.returncode == 0:
         return None
-    missing = [row["missing"] for row in told_rows(told) if "missing" in row]
+    missing = [row["missing"] for row in printed_rows(ended) if "missing" in row]
     if missing:
         return "not installed"
-    lines = [line for line in told.stderr.splitlines() if line.strip()]
-    return f"failed: {lines[-1].strip()[:120]}" if lines else f"failed with status {told.returncode}"
+    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    return f"failed: {lines[-1].strip()[:120]}" if lines else f"failed with status {ended.returncode}"
 
 
-def measure(data: Data, storage: str, share: float, name: str, epochs: int) -> list[dict[str, Any]]:
+def measure(data: Data, storage: str, share: float | None, name: str, epochs: int) -> list[dict[str, Any]]:
     """One run; its lines, or one that says why there are none."""
     problem = data.convert(name)
     if problem is not None:
@@ -146,17 +160,17 @@ def measure(data: Data, storage: str, share: float, name: str, epochs: int) -> l
             "root": str(mount),
             "scratch": scratch,
             "side": data.side,
-            "share": share,
+            "share": share or 0.0,
             "num_samples": data.num_samples,
             "num_bytes": data.num_bytes,
         }
         limit_seconds = epochs * (EPOCH_SECONDS + SAMPLE_SECONDS * data.num_samples)
-        told = start(["run", name, json.dumps(setting), str(epochs)], Path(scratch), limit_seconds)
-    problem = why(told)
+        ended = start(["run", name, json.dumps(setting), str(epochs)], Path(scratch), limit_seconds)
+    problem = why(ended)
     if problem is not None:
-        print(told.stderr[-2000:], file=sys.stderr)
+        print(ended.stderr[-2000:], file=sys.stderr)
         return [{"why": problem}]
-    return told_rows(told)
+    return printed_rows(ended)
 
 
 def environment() -> dict[str, Any]:
@@ -170,65 +184,71 @@ def environment() -> dict[str, Any]:
     return {"commit": commit(), "kernel": platform.release(), "machine": machine(), "versions": versions}
 
 
-def write_report(rows: list[dict[str, Any]], out: Path, told: str) -> None:
+def write_report(rows: list[dict[str, Any]], out: Path, epochs: int) -> None:
     """loaders.md and loaders.png."""
     here = environment()
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items() if version)
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if "commit" in row))
-    where = f"{told} Measured at commit {commits}; {here['machine']}, Linux {here['kernel']}; {versions}."
-    (out / "loaders.md").write_text(f"# Loaders\n\n{loader_report.table(rows)}\n\n{where}\n")
+    rounds = len({row["round"] for row in rows})
+    where = (
+        f"{rounds} rounds of {epochs} epochs, of which the first stands apart; batches of 64. "
+        f"Measured at commit {commits}; {here['machine']}, Linux {here['kernel']}; {versions}."
+    )
+    (out / "loaders.md").write_text(f"# Loaders\n\n{where}\n\n{loader_report.report(rows)}\n")
     loader_report.plot(rows, out / "loaders.png")
 
 
 def main() -> None:
     """Measures what is missing, then writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=4000, help="large ones")
-    parser.add_argument("--small-images", type=int, default=20_000)
+    parser.add_argument("--images", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=3, help="in a run; the first is told apart")
+    parser.add_argument("--epochs", type=int, default=3, help="in a run; the first stands apart")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     parser.add_argument("--storage", nargs="+", choices=STORAGE, default=list(STORAGE), metavar="NAME")
-    parser.add_argument("--shares", nargs="+", type=float, default=[0.2, 1.0], help="of the data set in cache")
+    parser.add_argument("--shares", nargs="+", type=float, choices=SHARES, default=list(SHARES), help="in cache")
     parser.add_argument("--data", type=Path, default=ROOT / ".cache" / "loaders", help="where images are made")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--minutes", type=float, help="stop after so long; the next call goes on")
     parser.add_argument("--quick", action="store_true", help="few images, one round, two epochs, into --out/quick")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     args = parser.parse_args()
     if args.quick:
-        args.images, args.small_images, args.rounds, args.epochs = 320, 640, 1, 2
+        args.images, args.rounds, args.epochs = 320, 1, 2
         args.out /= "quick"
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / "loaders.jsonl")
-    rows = log.rows
     if not args.report:
-        large = Data(args.data, args.images, 400, 300, 224)
-        small = Data(args.data, args.small_images, 32, 32, 32)
-        todo = [
-            (number, data, storage, share, name)
-            for number, share, (data, storage) in itertools.product(
-                range(args.rounds), args.shares, itertools.product((large, small), args.storage)
-            )
-            for name in args.methods
-            if share == args.shares[0] or loader_report.is_told_share(name)
-        ]
-        done = {(row["round"], *loader_report.case_of(row), row["method"]) for row in rows if row.get("epoch", -1) >= 1}
-        todo = [each for each in todo if (each[0], each[1].name, *each[2:]) not in done]
-        commit = environment()["commit"]
-        hopeless = set()
-        for number, data, storage, share, name in tqdm(todo, unit="run", smoothing=0.1, dynamic_ncols=True):
-            if (data.name, storage, share, name) in hopeless:
-                continue
-            for row in measure(data, storage, share, name, args.epochs):
-                row |= {"round": number, "data": data.name, "storage": storage, "share": share, "method": name}
-                row |= {"num_samples": data.num_samples, "num_bytes": data.num_bytes, "commit": commit}
-                row["at"] = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-                log.add(row)
-                if "why" in row:
-                    hopeless.add((data.name, storage, share, name))
-    told = f"Up to {args.rounds} rounds of {args.epochs} epochs, the first told apart; batches of 64."
-    write_report(rows, args.out, told)
-    print(loader_report.table(rows))
+        measure_all(log, Data(args.data, args.images, 400, 300, 224), args)
+    write_report(log.rows, args.out, args.epochs)
+    print(loader_report.report(log.rows))
+
+
+def measure_all(log: Log, data: Data, args: argparse.Namespace) -> None:
+    """Runs what is not in the log yet, until there is no time left."""
+    end = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
+    done = {
+        tuple(row[key] for key in ("round", "storage", "share", "method"))
+        for row in log.rows
+        if row.get("epoch", -1) >= 1
+    }
+    todo = [
+        (number, storage, share, name)
+        for number, storage, name in itertools.product(range(args.rounds), args.storage, args.methods)
+        for share in loader_report.runs_of(name, args.shares)
+        if (number, storage, share, name) not in done
+    ]
+    hopeless = set()
+    for number, storage, share, name in tqdm(todo, unit="run", smoothing=0.1, dynamic_ncols=True):
+        if (storage, share, name) in hopeless or time.monotonic() > end:
+            continue
+        for row in measure(data, storage, share, name, args.epochs):
+            row |= {"round": number, "storage": storage, "share": share, "method": name, "commit": commit()}
+            row |= {"num_samples": data.num_samples, "num_bytes": data.num_bytes}
+            row["at"] = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+            log.add(row)
+            if "why" in row:
+                hopeless.add((storage, share, name))
 
 
 if __name__ == "__main__":

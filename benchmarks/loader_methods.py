@@ -1,9 +1,10 @@
 """The loaders that `bench_loaders` compares, each the way its own documentation recommends it.
 
 All do the same work: JPEG bytes to a float32 batch (B, 3, side, side), through a random resized crop, a random flip and
-the same normalisation; batches of `BATCH`, two workers or as many threads as their design asks for. A loader with a
-cache gets the same number of bytes for it. What has to be converted first is converted by the loader's own writer and
-lies behind the same slow mount as the images.
+the same normalisation; batches of `BATCH`. torch's DataLoader is measured with a range of workers, since the best
+number depends on the storage; others have as many workers or threads as their design asks for. A loader with a cache
+gets the same number of bytes for it. What has to be converted first is converted by the loader's own writer and lies
+behind the same slow mount as the images.
 
 A method is a class with `epoch`, and `convert` where it needs one. It lives in a process of its own
 (`loader_epochs`), so that what one imports or leaves behind does not touch the others; what is imported by one method
@@ -14,21 +15,27 @@ Legend: B batch · N data set.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import os
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 BATCH, WORKERS = 64, 2
+SHARES = (0.0, 0.2, 0.5, 1.0)
+"""Of the data set in cache."""
 MEAN, STD = [0.5] * 3, [0.25] * 3
 NUM_SHARDS = 100
 """Of a converted copy: 20 % of a small data set must hold many; peers' defaults of 64 MB would not fit once."""
@@ -108,8 +115,9 @@ class Method:
     """(images, empty folder) → the converted copy; None: reads the images as they are."""
     folder = "images"
     """Of the converted copy, under the mount."""
-    has_share = False
-    """Whether it can be told how much to keep; if not, all shares are the same to it."""
+    shares: tuple[float, ...] | None = None
+    """The shares of the data set that its cache can be limited to; None: it has no cache, or one without a limit, and
+    all shares are the same to it."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -130,41 +138,72 @@ class Torch(Method):
     """torch's DataLoader over ImageFolder, as everybody has it."""
 
     workers = WORKERS
+    prefetch = 2
+    """Batches that each worker makes ahead; torch's own default."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        data = ImageFolder(str(self.data), transform=view(setting.side))
-        self.loader = self.make(data)
+        self.loader = DataLoader(
+            self.data_set(),
+            BATCH,
+            shuffle=True,
+            num_workers=self.workers,
+            prefetch_factor=self.prefetch,
+            persistent_workers=True,
+        )
 
-    def make(self, data: ImageFolder) -> Iterable[Any]:
-        """The loader."""
-        return DataLoader(data, BATCH, shuffle=True, num_workers=self.workers, persistent_workers=self.workers > 0)
+    def data_set(self) -> Dataset[Any]:
+        """Returns the images with their transform."""
+        return ImageFolder(str(self.data), transform=view(self.setting.side))
 
     def epoch(self, number: int) -> int:
         """See `Method`."""
         return count(self.loader, self.setting.side)
 
 
-class Torch0(Torch):
-    """In the training process."""
-
-    workers = 0
-
-
-class Torch4(Torch):
-    """Twice as many workers as cores."""
-
-    workers = 4
+def torch_with(num_workers: int, prefetch_factor: int = 2, base: type[Torch] = Torch) -> type[Torch]:
+    """Returns a DataLoader with other settings."""
+    name = f"{base.__name__}{num_workers}by{prefetch_factor}"
+    return type(name, (base,), {"workers": num_workers, "prefetch": prefetch_factor})
 
 
-class Stateful(Torch):
-    """torchdata's StatefulDataLoader: the same, resumable."""
+class TorchSimple(Torch):
+    """The same with simplejpeg, the decoder that ShadeLoader uses."""
 
-    def make(self, data: ImageFolder) -> Iterable[Any]:
+    def data_set(self) -> Dataset[Any]:
         """See `Torch`."""
-        from torchdata.stateful_dataloader import StatefulDataLoader
+        return ImageFolder(str(self.data), transform=view(self.setting.side), loader=_simple_image)
 
-        return StatefulDataLoader(data, BATCH, shuffle=True, num_workers=WORKERS, persistent_workers=True)
+
+class TorchTensors(Torch):
+    """The same with torchvision's own decoder and its transforms v2, on tensors."""
+
+    def data_set(self) -> Dataset[Any]:
+        """See `Torch`."""
+        from torchvision.io import ImageReadMode, decode_image
+        from torchvision.transforms import v2
+
+        steps = v2.Compose(
+            [
+                v2.RandomResizedCrop(self.setting.side, antialias=True),
+                v2.RandomHorizontalFlip(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(MEAN, STD),
+            ]
+        )
+        loader = partial(decode_image, mode=ImageReadMode.RGB)
+        return ImageFolder(str(self.data), transform=steps, loader=loader)
+
+
+def _simple_image(path: str) -> Image.Image:
+    return simple(Path(path).read_bytes())
+
+
+def simple(content: bytes) -> Image.Image:
+    """JPEG bytes → RGB image, by simplejpeg."""
+    import simplejpeg
+
+    return Image.fromarray(simplejpeg.decode_jpeg(content, "RGB"))
 
 
 # ── ours ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -173,8 +212,10 @@ class Stateful(Torch):
 class Ours(Method):
     """ShadeDataset and ShadeSampler in torch's DataLoader."""
 
-    has_share = True
+    shares = SHARES
     mode = "uniform"
+    cached_format = "encoded"
+    workers = WORKERS
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -182,8 +223,9 @@ class Ours(Method):
 
         self.dataset = ShadeDataset(
             ImageFolder(str(self.data)),
-            cache="local://",
-            working_set_fraction=setting.share,
+            cache="local://" if setting.share else None,
+            working_set_fraction=setting.share or 1.0,
+            form=self.cached_format if setting.share else "encoded",
             transform=view(setting.side),
         )
         self.sampler = ShadeSampler(self.dataset, batch_size=BATCH, mode=self.mode)
@@ -192,7 +234,7 @@ class Ours(Method):
 
     def make(self) -> Iterable[Any]:
         """The loader."""
-        return DataLoader(self.dataset, BATCH, sampler=self.sampler, num_workers=WORKERS, persistent_workers=True)
+        return DataLoader(self.dataset, BATCH, sampler=self.sampler, num_workers=self.workers, persistent_workers=True)
 
     def batches(self, number: int) -> Iterator[Any]:
         """One epoch, with the calls of a training loop."""
@@ -214,10 +256,10 @@ class Ours(Method):
         self.dataset.close()
 
 
-class OursUnbiased(Ours):
-    """The same, drawing 70 % of the samples an epoch."""
+class Ours16(Ours):
+    """The same with 16 workers."""
 
-    mode = "unbiased"
+    workers = 16
 
 
 class OursThreads(Ours):
@@ -236,13 +278,24 @@ class OursThreadsUnbiased(OursThreads):
     mode = "unbiased"
 
 
+class OursThreadsPillow(OursThreads):
+    """ShadeLoader with torchvision's decoder, Pillow, in place of the one that it finds."""
+
+    def __init__(self, setting: Setting) -> None:
+        from shade.data._decode import jpeg
+
+        sys.modules["simplejpeg"] = None  # type: ignore[assignment]
+        jpeg.open_turbo = lambda: None
+        super().__init__(setting)
+
+
 # ── peers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Mosaic(Method):
     """MosaicML Streaming: MDS shards, a local cache with a limit, shuffled within blocks that fit into it."""
 
-    has_share = True
+    shares = SHARES[1:]
     folder = "mds"
 
     @staticmethod
@@ -289,8 +342,9 @@ class Mosaic(Method):
 class Lit(Method):
     """LitData: optimised chunks, ``local:`` for network drives, a cache with a limit, its own StreamingDataLoader."""
 
-    has_share = True
+    shares = SHARES[1:]
     folder = "lit"
+    decoder = staticmethod(decode)
 
     @staticmethod
     def convert(images: Path, out: Path) -> None:
@@ -315,7 +369,7 @@ class Lit(Method):
             shuffle=True,
             drop_last=False,
             max_cache_size=setting.cache_bytes,
-            transform=_Viewed(setting.side),
+            transform=_Viewed(setting.side, self.decoder),
         )
         self.loader = StreamingDataLoader(data, batch_size=BATCH, num_workers=WORKERS, persistent_workers=True)
 
@@ -332,17 +386,23 @@ def _lit_sample(item: tuple[str, int]) -> dict[str, Any]:
 class _Viewed:
     """A row → (transformed image, class)."""
 
-    def __init__(self, side: int) -> None:
-        self._transform = view(side)
+    def __init__(self, side: int, decoder: Callable[[bytes], Image.Image]) -> None:
+        self._transform, self._decode = view(side), decoder
 
     def __call__(self, row: dict[str, Any]) -> tuple[torch.Tensor, int]:
-        return self._transform(decode(row["image"])), row["label"]
+        return self._transform(self._decode(row["image"])), row["label"]
+
+
+class LitSimple(Lit):
+    """The same with simplejpeg, the decoder that ShadeLoader uses."""
+
+    decoder = staticmethod(simple)
 
 
 class WebData(Method):
     """WebDataset: tar shards in random order, a shuffle buffer of a thousand samples, a local cache of shards."""
 
-    has_share = True
+    shares = SHARES
     folder = "wds"
 
     @staticmethod
@@ -364,7 +424,7 @@ class WebData(Method):
             webdataset.WebDataset(
                 [f"pipe:cat {path}" for path in shards],
                 shardshuffle=len(shards),
-                cache_dir=str(setting.scratch),
+                cache_dir=str(setting.scratch) if setting.share else None,
                 cache_size=setting.cache_bytes,
             )
             .shuffle(1000)
@@ -454,10 +514,149 @@ class Spdl(Method):
             return count(pipeline.get_iterator(timeout=600), self.setting.side)
 
 
+class Grain(Method):
+    """Grain: a global shuffle, its default of 16 threads that read, two processes that decode and collate."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        import grain
+
+        self.num_batches = -(-len(files(self.data)) // BATCH)
+        data = grain.MapDataset.source(files(self.data)).seed(0).shuffle().repeat().map(_Opened(setting.side))
+        batches = data.to_iter_dataset(grain.ReadOptions(num_threads=16, prefetch_buffer_size=500))
+        batches = batches.batch(BATCH, batch_fn=_stacked)
+        # One iterator for all epochs: otherwise each of them starts the processes again.
+        self.batches = iter(batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=WORKERS)))
+
+    def epoch(self, number: int) -> int:
+        """See `Method`."""
+        return count(itertools.islice(self.batches, self.num_batches), self.setting.side)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        with contextlib.suppress(FileNotFoundError):  # Grain 0.2.18 may remove a segment of shared memory twice
+            self.batches.close()
+
+
+class _Opened:
+    """(path, class) → (transformed image, class)."""
+
+    def __init__(self, side: int) -> None:
+        self._transform = view(side)
+
+    def __call__(self, sample: tuple[str, int]) -> tuple[Any, int]:
+        return self._transform(decode(Path(sample[0]).read_bytes())).numpy(), sample[1]
+
+
+def _stacked(samples: list[tuple[Any, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    import numpy as np
+
+    images, labels = zip(*samples, strict=True)
+    return torch.from_numpy(np.stack(images)), torch.tensor(labels)
+
+
+class Dali(Method):
+    """DALI on the CPU: its own reader of files, decoding of the crop alone, two threads."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+        self.samples = files(self.data)
+        pipeline = self.pipeline()
+        pipeline.build()
+        self.loader = DALIGenericIterator(
+            [pipeline],
+            ["image", "label"],
+            size=-(-len(self.samples) // BATCH) * BATCH,
+            last_batch_policy=LastBatchPolicy.FILL,
+            auto_reset=True,
+        )
+
+    def contents(self) -> Any:
+        """The operator that reads: encoded images and classes."""
+        from nvidia.dali import fn
+
+        return fn.readers.file(
+            files=[path for path, _ in self.samples],
+            labels=[label for _, label in self.samples],
+            shuffle_after_epoch=True,
+            pad_last_batch=True,
+            prefetch_queue_depth=4,
+            name="Reader",
+        )
+
+    def pipeline(self) -> Any:
+        """From files to batches."""
+        from nvidia.dali import fn, pipeline_def, types
+
+        side = self.setting.side
+
+        @pipeline_def(batch_size=BATCH, num_threads=DECODE_THREADS, device_id=None, **self.words())
+        def steps() -> Any:
+            content, label = self.contents()
+            image = fn.decoders.image_random_crop(content, device="cpu", random_area=(0.08, 1.0))
+            image = fn.resize(image, resize_x=side, resize_y=side)
+            image = fn.crop_mirror_normalize(
+                image,
+                dtype=types.FLOAT,
+                output_layout="CHW",
+                mean=[255 * each for each in MEAN],
+                std=[255 * each for each in STD],
+                mirror=fn.random.coin_flip(),
+            )
+            return image, label
+
+        return steps()
+
+    def words(self) -> dict[str, Any]:
+        """Further arguments of the pipeline."""
+        return {}
+
+    def epoch(self, number: int) -> int:
+        """See `Method`."""
+        count((batch[0] for batch in self.loader), self.setting.side)
+        return len(self.samples)
+
+
+class DaliParallel(Dali):
+    """DALI with `external_source`, whose 16 processes read at the same time; its own reader reads file after file."""
+
+    def words(self) -> dict[str, Any]:
+        """See `Dali`."""
+        return {"py_num_workers": 16, "py_start_method": "fork"}
+
+    def contents(self) -> Any:
+        """See `Dali`."""
+        from nvidia.dali import fn
+
+        source = _Contents(self.samples)
+        return fn.external_source(source, num_outputs=2, batch=False, parallel=True, prefetch_queue_depth=4)
+
+
+class _Contents:
+    """DALI's sample → (the file's bytes, class), in another order each epoch."""
+
+    def __init__(self, samples: list[tuple[str, int]]) -> None:
+        self._samples = samples
+        self._order: list[tuple[str, int]] = []
+        self._epoch = -1
+
+    def __call__(self, info: Any) -> tuple[Any, Any]:
+        import numpy as np
+
+        if info.iteration >= -(-len(self._samples) // BATCH):
+            raise StopIteration
+        if info.epoch_idx != self._epoch:
+            self._order, self._epoch = shuffled(self._samples, info.epoch_idx), info.epoch_idx
+        path, label = self._order[info.idx_in_epoch % len(self._order)]
+        return np.fromfile(path, dtype=np.uint8), np.array([label])
+
+
 class Ffcv(Method):
     """FFCV: one file, compiled pipelines; its own cache where not all fits, the page cache where it does."""
 
-    has_share = True
+    shares = (SHARES[1], 1.0)
     folder = "ffcv"
 
     @staticmethod
@@ -543,19 +742,24 @@ def shuffled(samples: list[tuple[str, int]], seed: int = 0) -> list[tuple[str, i
 
 
 METHODS: dict[str, tuple[str, type[Method]]] = {
-    "torch": ("torch DataLoader, 2 workers", Torch),
-    "torch0": ("torch DataLoader, 0 workers", Torch0),
-    "torch4": ("torch DataLoader, 4 workers", Torch4),
-    "stateful": ("StatefulDataLoader", Stateful),
+    **{f"torch-{n}": (f"torch DataLoader, {n} workers", torch_with(n)) for n in (2, 4, 8, 16, 32)},
+    **{f"torch-{n}-deep": (f"torch DataLoader, {n} workers, prefetch 8", torch_with(n, 8)) for n in (2, 16)},
+    **{f"torch-{n}-simplejpeg": (f"torch, {n} workers, simplejpeg", torch_with(n, 2, TorchSimple)) for n in (2, 16)},
+    **{f"torch-{n}-v2": (f"torch, {n} workers, tensors and v2", torch_with(n, 2, TorchTensors)) for n in (2, 16)},
     "mosaic": ("MosaicML Streaming", Mosaic),
     "litdata": ("LitData", Lit),
+    "litdata-simplejpeg": ("LitData, simplejpeg", LitSimple),
     "webdataset": ("WebDataset", WebData),
     "spdl": ("SPDL", Spdl),
+    "grain": ("Grain", Grain),
+    "dali": ("DALI on the CPU", Dali),
+    "dali-external": ("DALI on the CPU, external_source", DaliParallel),
     "ffcv": ("FFCV", Ffcv),
     "huggingface": ("HF datasets", HuggingFace),
-    "shade": ("**shade**, DataLoader, uniform", Ours),
-    "shade-unbiased": ("**shade**, DataLoader, unbiased", OursUnbiased),
-    "shadeloader": ("**ShadeLoader**, uniform", OursThreads),
-    "shadeloader-unbiased": ("**ShadeLoader**, unbiased", OursThreadsUnbiased),
+    "shade": ("**shade**, DataLoader, 2 workers", Ours),
+    "shade-16": ("**shade**, DataLoader, 16 workers", Ours16),
+    "shadeloader": ("**ShadeLoader**", OursThreads),
+    "shadeloader-pillow": ("**ShadeLoader**, Pillow", OursThreadsPillow),
+    "shadeloader-unbiased": ("**ShadeLoader**, `unbiased`", OursThreadsUnbiased),
 }
-"""Name → (name in the table, class). The first is what the others are compared with."""
+"""Name → (name in the table, class)."""

@@ -1,8 +1,8 @@
-"""Turns the lines of `bench_loaders` into its table and its picture; nothing here measures anything.
+"""Turns the lines of `bench_loaders` into its tables and its picture; nothing here measures anything.
 
-A case is one data set behind one storage with one share of cache. Figures of a method are medians over the second and
-later epochs of all its rounds, ratios are to torch's DataLoader with two workers in the same case. Who cannot be told
-a share is measured with one of them, and stands in all tables.
+Figures of a method with a share of cache are medians over the second and later epochs of all its rounds. Ratios are to
+the fastest setting of torch's DataLoader on the same storage. A loader whose cache has no share to set, or that has no
+cache, is measured once for each storage, and its share is None.
 """
 
 from __future__ import annotations
@@ -14,39 +14,32 @@ from typing import Any
 from loader_methods import METHODS
 
 Rows = list[dict[str, Any]]
-BASE = next(iter(METHODS))
+Figures = dict[tuple[str, float | None], dict[str, Any]]
+TORCH = tuple(name for name in METHODS if name.startswith("torch-"))
 OURS = tuple(name for name in METHODS if name.startswith("shade"))
-BARS = {"local disk": 2.5, "2 ms, 100 MB/s": 4.0, "20 ms, 25 MB/s": 6.0}
-"""Samples/s over the base that ShadeLoader is to reach on the large images with a fifth in cache."""
+UNLIMITED = ("huggingface",)
+"""Loaders that keep everything and cannot be limited: compared where all is cached."""
+HEAD = "| loader | in cache | samples/s | spread | epochs | ratio | first, s | CPU, ms | opens/N | bytes/all |"
 
 
-def case_of(row: dict[str, Any]) -> tuple[str, str, float]:
-    """What a line belongs to."""
-    return row["data"], row["storage"], row["share"]
+def runs_of(name: str, shares: list[float]) -> list[float | None]:
+    """The shares of cache that a method is measured with."""
+    own = METHODS[name][1].shares
+    return [None] if own is None else [share for share in shares if share in own]
 
 
-def is_told_share(name: str) -> bool:
-    """Whether a method is measured with every share of cache: who can be told it, and the base."""
-    return name == BASE or METHODS[name][1].has_share
-
-
-def summary(rows: Rows) -> dict[tuple[str, str, float], dict[str, dict[str, Any]]]:
-    """Case → method → its figures, or ``{"why": …}`` where there are none."""
-    found: dict[tuple[str, str, float], dict[str, dict[str, Any]]] = {}
-    for case in dict.fromkeys(map(case_of, rows)):
-        here = [
-            row
-            for row in rows
-            if case_of(row)[:2] == case[:2] and (row["share"] == case[2] or not is_told_share(row["method"]))
-        ]
-        methods = found.setdefault(case, {})
-        for name in METHODS:
-            mine = [row for row in here if row["method"] == name]
+def summary(rows: Rows, storage: str) -> Figures:
+    """(method, share) → its figures, or ``{"why": …}`` where there are none."""
+    found: Figures = {}
+    here = [row for row in rows if row["storage"] == storage]
+    for name in METHODS:
+        for share in sorted({row["share"] for row in here if row["method"] == name}, key=lambda each: each or 0):
+            mine = [row for row in here if (row["method"], row["share"]) == (name, share)]
             later = [row for row in mine if row.get("epoch", -1) >= 1]
             if later:
-                methods[name] = _figures(later, [row for row in mine if row.get("epoch") == 0])
+                found[name, share] = _figures(later, [row for row in mine if row.get("epoch") == 0])
             elif mine and "why" in mine[-1]:
-                methods[name] = {"why": mine[-1]["why"]}
+                found[name, share] = {"why": mine[-1]["why"]}
     return found
 
 
@@ -56,10 +49,9 @@ def _figures(later: Rows, first: Rows) -> dict[str, Any]:
 
     rates = sorted(row["samples"] / row["seconds"] for row in later)
     return {
-        "samples_per_second": median(lambda row: row["samples"] / row["seconds"]),
+        "rate": median(lambda row: row["samples"] / row["seconds"]),
         "lowest": rates[0],
         "highest": rates[-1],
-        "epoch_seconds": median(lambda row: row["seconds"]),
         "first_epoch_seconds": median(lambda row: row["seconds"], first),
         "cpu_milliseconds_per_sample": 1000 * median(lambda row: row["cpu_seconds"] / row["samples"]),
         "opens_per_sample": median(lambda row: row["opens"] / row["num_samples"]),
@@ -68,76 +60,110 @@ def _figures(later: Rows, first: Rows) -> dict[str, Any]:
     }
 
 
-def table(rows: Rows) -> str:
-    """Markdown: a part for each case."""
-    lines: list[str] = []
-    for (data, storage, share), methods in summary(rows).items():
-        cached = "all of it in cache" if share == 1 else f"{share:.0%} in cache"
-        lines += [
-            "",
-            f"## {data}, {storage}, {cached}",
-            "",
-            "| loader | samples/s | spread | epochs | ratio | epoch, s | first, s | CPU, ms | opens/N | bytes/all |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-        ]
-        base = methods.get(BASE, {}).get("samples_per_second")
-        for name, each in methods.items():
+def fastest(figures: Figures, names: tuple[str, ...], shares: tuple[float | None, ...]) -> tuple[str, float] | None:
+    """The fastest of some methods at some shares, and its samples/s; None if none of them was measured."""
+    rates = {
+        name: each["rate"]
+        for (name, share), each in figures.items()
+        if name in names and share in shares and "why" not in each
+    }
+    return max(rates.items(), key=lambda each: each[1]) if rates else None
+
+
+def label(share: float | None) -> str:
+    """A share of cache in words."""
+    return {None: "", 0.0: "nothing", 1.0: "all"}.get(share, f"{share or 0:.0%}")
+
+
+def report(rows: Rows) -> str:
+    """Markdown: what each part brings, who is ahead, and a table for each storage."""
+    storages = list(dict.fromkeys(row["storage"] for row in rows))
+    figures = {storage: summary(rows, storage) for storage in storages}
+    lines = ["## What each part brings", "", *parts(figures), "", "## Who is ahead at equal cache", "", *ahead(figures)]
+    for storage in storages:
+        base = fastest(figures[storage], TORCH, (None,))
+        lines += ["", f"## {storage}", "", HEAD, "|---|" + "---|" * 9]
+        for (name, share), each in figures[storage].items():
+            start = f"| {METHODS[name][0]} | {label(share)} |"
             if "why" in each:
-                lines.append(f"| {METHODS[name][0]} | {each['why']} | | | | | | | | |")
+                lines.append(f"{start} {each['why']} | | | | | | | |")
                 continue
-            rate = each["samples_per_second"]
-            ratio = f"{rate / base:.2f}×" if base else ""
+            ratio = f"{each['rate'] / base[1]:.2f}×" if base else ""
             lines.append(
-                f"| {METHODS[name][0]} | {rate:.0f} | {each['lowest']:.0f}–{each['highest']:.0f} | "
-                f"{each['epochs']} | {ratio} | {each['epoch_seconds']:.1f} | {each['first_epoch_seconds']:.1f} | "
-                f"{each['cpu_milliseconds_per_sample']:.2f} | {each['opens_per_sample']:.2f} | "
-                f"{each['bytes_share']:.2f} |"
+                f"{start} {each['rate']:.0f} | {each['lowest']:.0f}–{each['highest']:.0f} | {each['epochs']} | "
+                f"{ratio} | {each['first_epoch_seconds']:.1f} | {each['cpu_milliseconds_per_sample']:.2f} | "
+                f"{each['opens_per_sample']:.2f} | {each['bytes_share']:.2f} |"
             )
-        lines += ["", verdict(data, storage, share, methods)]
-    return "\n".join(lines[1:])
+    return "\n".join(lines)
 
 
-def verdict(data: str, storage: str, share: float, methods: dict[str, dict[str, Any]]) -> str:
-    """One sentence: how far ahead ours is, whether that meets the bar, and who is ahead of it."""
-    rates = {name: each["samples_per_second"] for name, each in methods.items() if "why" not in each}
-    ours = {name: rate for name, rate in rates.items() if name in OURS}
-    if not ours or BASE not in rates:
-        return "Not measured yet."
-    best = max(ours, key=lambda name: ours[name])
-    ahead = [METHODS[name][0] for name, rate in rates.items() if name not in OURS and rate > ours[best]]
-    ratio = ours[best] / rates[BASE]
-    bar = BARS.get(storage) if share < 1 and "400" in data else None
-    met = "" if bar is None else f" (bar: {bar}×, {'met' if ratio >= bar else '**missed**'})"
-    who = f"Ahead of it: {', '.join(ahead)}." if ahead else "No peer is ahead of it."
-    return f"Best of ours: {METHODS[best][0]}, {ratio:.2f}×{met}. {who}"
+def parts(figures: dict[str, Figures]) -> list[str]:
+    """A row for each storage: ShadeLoader over torch at its best, and the factors that this is made of."""
+    lines = [
+        "| storage | fastest torch | ShadeLoader, 20 % over it | pipeline, Pillow | decoder | cache of 20 % | of all |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for storage, each in figures.items():
+        base = fastest(each, TORCH, (None,))
+        rates = [
+            fastest(each, (name,), (share,))
+            for name, share in (
+                ("shadeloader-pillow", 0.0), ("shadeloader", 0.0), ("shadeloader", 0.2), ("shadeloader", 1.0)
+            )
+        ]  # fmt: skip
+        if base is None or None in rates:
+            continue
+        pillow, none, fifth, whole = (found[1] for found in rates if found)
+        lines.append(
+            f"| {storage} | {METHODS[base[0]][0]}: {base[1]:.0f} | {fifth / base[1]:.2f}× | {pillow / base[1]:.2f}× | "
+            f"{none / pillow:.2f}× | {fifth / none:.2f}× | {whole / none:.2f}× |"
+        )
+    return lines
+
+
+def ahead(figures: dict[str, Figures]) -> list[str]:
+    """A row for each storage and share: ShadeLoader and the fastest of all others."""
+    others = tuple(name for name in METHODS if name not in OURS)
+    lines = ["| storage | in cache | ShadeLoader | fastest other | ratio |", "|---|---|---|---|---|"]
+    for storage, each in figures.items():
+        for share in sorted({share for _, share in each if share is not None}):
+            allowed = others if share == 1 else tuple(name for name in others if name not in UNLIMITED)
+            ours, other = fastest(each, ("shadeloader",), (share,)), fastest(each, allowed, (None, share))
+            if ours and other:
+                lines.append(
+                    f"| {storage} | {label(share)} | {ours[1]:.0f} | {METHODS[other[0]][0]}: {other[1]:.0f} | "
+                    f"{ours[1] / other[1]:.2f}× |"
+                )
+    return lines
 
 
 def plot(rows: Rows, path: Path) -> None:
-    """Samples/s of every method, a panel for each case."""
+    """Samples/s of every method with a fifth in cache or without a share, a panel for each storage."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cases = summary(rows)
-    columns = min(3, len(cases))
-    height = -(-len(cases) // columns)
+    storages = list(dict.fromkeys(row["storage"] for row in rows))
     figure, axes = pyplot.subplots(
-        height, columns, figsize=(6 * columns, 4.5 * height), squeeze=False, layout="constrained"
+        1, len(storages), figsize=(6 * len(storages), 8), squeeze=False, layout="constrained", sharey=True
     )
-    for axis in axes.flat[len(cases) :]:
-        axis.remove()
-    for axis, ((data, storage, share), methods) in zip(axes.flat, cases.items(), strict=False):
-        measured = {name: each for name, each in methods.items() if "why" not in each}
-        names = [METHODS[name][0].replace("*", "") for name in measured]
-        rates = [each["samples_per_second"] for each in measured.values()]
-        errors = [
-            [rate - each["lowest"] for rate, each in zip(rates, measured.values(), strict=True)],
-            [each["highest"] - rate for rate, each in zip(rates, measured.values(), strict=True)],
-        ]
-        colours = ["tab:orange" if name in OURS else "tab:blue" for name in measured]
-        axis.barh(names, rates, xerr=errors, color=colours)
-        axis.invert_yaxis()
-        axis.set(title=f"{data}\n{storage}, cache {share:.0%}", xlabel="samples/s, second and later epochs")
+    for axis, storage in zip(axes.flat, storages, strict=True):
+        measured = {
+            name: each
+            for (name, share), each in summary(rows, storage).items()
+            if share in (None, 0.2) and "why" not in each
+        }
+        for name, each in measured.items():
+            rate = each["rate"]
+            axis.barh(
+                METHODS[name][0].replace("*", "").replace("`", ""),
+                rate,
+                xerr=[[rate - each["lowest"]], [each["highest"] - rate]],
+                color="tab:orange" if name in OURS else "tab:green" if name in TORCH else "tab:blue",
+            )
+        axis.set(title=storage, xlabel="samples/s, second and later epochs")
+    axes.flat[0].invert_yaxis()
+    figure.suptitle("a fifth of the data set in cache, where a loader has one")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

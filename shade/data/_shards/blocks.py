@@ -148,21 +148,22 @@ class BlockTier:
         except StoreError as error:
             self._failed(error)
 
-    def keep(self, payloads: Mapping[int, bytes]) -> None:
-        """Writes samples, as far as there is room."""
-        payloads = {index: payload for index, payload in payloads.items() if len(payload) < _MOST_BYTES}
-        names = self._keys.many(list(payloads))
-        sealed = (seal(index, payload, FORMAT_ITEM) for index, payload in payloads.items())
-        entries = dict(zip(names, sealed, strict=True))
+    def keep(self, payloads: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Writes samples, as far as there is room, and returns the others."""
+        short = {index: payload for index, payload in payloads.items() if len(payload) < _MOST_BYTES}
+        names = self._keys.many(list(short))
+        sealed = (seal(index, payload, FORMAT_ITEM) for index, payload in short.items())
         try:
-            written = self._store.set_many(entries)
+            written = self._store.set_many(dict(zip(names, sealed, strict=True)))
         except StoreError as error:
             self._failed(error)
-            return
+            return dict(payloads)
         if not all(written) and not self._is_full:
             self._is_full = True
             url = self._store.url
             logger.warning("%s is full; samples that are not there are read from their shards, one by one", url)
+        kept = {index for index, is_written in zip(short, written, strict=True) if is_written}
+        return {index: payload for index, payload in payloads.items() if index not in kept}
 
     def _failed(self, error: StoreError) -> None:
         self._rests_until = time.monotonic() + _REST_SECONDS
@@ -319,21 +320,18 @@ class ReadAhead:
         self._uses = None
         self._per_process()
 
-    def block_of(self, index: int) -> int:
-        """Returns the number of a sample's block."""
-        return int(np.searchsorted(self._first_D, index, side="right")) - 1
+    def wait(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Waits for the blocks that are on their way.
 
-    def came(self, index: int) -> bool:
-        """Returns whether a sample's block has come in this pass, or is coming."""
-        return bool(self._state_D[self.block_of(index)] & _COMING)
-
-    def wait(self, indices: Sequence[int]) -> list[int]:
-        """Waits for the blocks that are on their way; returns those samples that should be here then."""
-        number = {index: self.block_of(index) for index in indices}
-        for block in set(number.values()):
-            while self._state_D[block] == _COMING:
-                time.sleep(_WAIT_SECONDS)
-        return [index for index in indices if self._state_D[number[index]]]
+        Returns:
+            The samples whose blocks were here before this pass, and those whose blocks have come in it.
+        """
+        index_B = np.asarray(indices, dtype=np.int64)
+        block_B = np.searchsorted(self._first_D, index_B, side="right") - 1
+        while np.any(self._state_D[block_B] == _COMING):
+            time.sleep(_WAIT_SECONDS)
+        state_B = self._state_D[block_B]
+        return index_B[state_B == _HERE].tolist(), index_B[state_B == _CAME].tolist()
 
     def begin(self, order_K: Order, start: int) -> None:
         """Begins a pass at a place of an order; what was asked for in the pass before, and did not come, is not read

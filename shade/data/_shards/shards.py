@@ -256,6 +256,10 @@ class Shards(Dataset[Any]):
         if self._ahead is not None:
             self._ahead.reach(handed_out, used)
 
+    @property
+    def _tiers(self) -> tuple[BlockTier | None, BlockTier | None]:
+        return self._blocks, self._window
+
     def _tier_of(self, block: Block) -> BlockTier | None:
         return self._blocks if self._blocks is not None and self._blocks.keeps(block) else self._window
 
@@ -265,9 +269,11 @@ class Shards(Dataset[Any]):
         tier = self._tier_of(block)
         if tier is None:
             raise LookupError("the disk does not take it")
+        first, last = self._samples_of(number)
         tier.wait(block, takes=True)
         try:
-            if tier.look_up([int(self.first_sample_D[number])]):
+            ends = {first, last - 1}
+            if any(each is not None and len(each.look_up(list(ends))) == len(ends) for each in self._tiers):
                 return False
             self._bring([block], set(), self._count, tier)
         finally:
@@ -281,21 +287,27 @@ class Shards(Dataset[Any]):
         if tier is None or tier is not self._window:
             return
         tier.wait(block)  # another rank may bring it
-        last = [*self.first_sample_D[number + 1 : number + 2].tolist(), len(self)][0]
-        tier.remove(range(int(self.first_sample_D[number]), last))
+        tier.remove(range(*self._samples_of(number)))
+
+    def _samples_of(self, number: int) -> tuple[int, int]:
+        """Returns where the samples of a block begin and end."""
+        return int(self.first_sample_D[number]), int([*self.first_sample_D[number + 1 : number + 2], len(self)][0])
 
     def read_near(self, indices: Sequence[int]) -> dict[int, Any]:
         """Returns the payloads that this machine's disk had before this pass."""
         if self._blocks is None:
             return {}
-        ahead = self._ahead
-        return self._blocks.look_up(indices if ahead is None else [i for i in indices if not ahead.came(i)])
+        if self._ahead is not None:
+            came = set(self._ahead.wait(indices)[1])
+            indices = [each for each in indices if each not in came]
+        return self._blocks.look_up(indices)
 
     def _read_ahead(self, indices: Sequence[int]) -> dict[int, Any]:
         """Returns the payloads of blocks that were read ahead, after those that are on their way have come."""
         if self._ahead is None:
             return {}
-        wanted = self._ahead.wait(indices)
+        here, came = self._ahead.wait(indices)
+        wanted = here + came
         found = {} if self._window is None else self._window.look_up(wanted)
         if self._blocks is not None:
             found |= self._blocks.look_up([index for index in wanted if index not in found])
@@ -364,8 +376,9 @@ class Shards(Dataset[Any]):
                     first = self._index.first_sample(shard, piece)
                     good = ((row, each) for row, each in enumerate(payloads) if not isinstance(each, OSError))
                     samples |= {first + row: each for row, each in good}
-                if samples:
-                    tier.keep(samples)
+                left = tier.keep(samples) if samples else {}
+                if left and self._window is not None and tier is not self._window:
+                    self._window.keep(left)
                 found |= {index: each for index, each in samples.items() if index in wanted}
                 tier.release(block)
         return found
@@ -495,7 +508,7 @@ class Shards(Dataset[Any]):
         if self._ahead is not None:
             self._ahead.close()
         self._origin.close()
-        for tier in (self._blocks, self._window):
+        for tier in self._tiers:
             if tier is not None:
                 tier.close()
 

@@ -493,7 +493,11 @@ class Shards(Dataset[Any]):
             # An archive's payload lacks headers and columns that were not chosen; that of a key and a value has more.
             length_N = self._length_N()
             probes = sorted({int(at) for at in np.linspace(0, len(self) - 1, min(_PROBES, len(self)))})
-            payload_P = _lengths(self.read(probes, count))
+            payload_at = self.read_near(probes)
+            piece_of = {self._index.place_of(probe)[:2]: probe for probe in probes if probe not in payload_at}
+            for piece, (payload,) in self._pieces(dict.fromkeys(piece_of), count):  # without its block
+                payload_at[piece_of[piece]] = payload
+            payload_P = _lengths([payload_at[probe] for probe in probes])
             part = float((payload_P / np.maximum(length_N[probes], 1)).max())
             more = int((payload_P - length_N[probes]).max())
             size_N = np.ceil(length_N * min(1.0, part)).astype(np.int64) + max(0, more)

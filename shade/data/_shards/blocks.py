@@ -282,15 +282,16 @@ class ReadAhead:
     Args:
         first_D: int64 (D,), the first sample of each block.
         block_bytes: Mean bytes of a block.
-        bring: Called with the number of a block, in a thread; keeps its samples, and returns whether it had to read.
-        drop: Called with the number of a block whose samples were used; removes those that are not kept.
+        bring: Called with the number of a block, in a thread; keeps its samples, and returns whether it had to read
+            them, and whether they stay.
+        drop: Called with the number of a block that does not stay, after its last use; removes its samples.
     """
 
     def __init__(
         self,
         first_D: npt.NDArray[np.int64],
         block_bytes: float,
-        bring: Callable[[int], bool],
+        bring: Callable[[int], tuple[bool, bool]],
         drop: Callable[[int], None],
     ) -> None:
         self._first_D, self._bring, self._drop = first_D, bring, drop
@@ -343,10 +344,10 @@ class ReadAhead:
             for _, block in self._held:
                 if uses.first_D[block] < start + self._ahead:
                     held.append((int(uses.last_D[block]), block))
-                    self._state_D[block] = _HERE
                 else:
                     self._state_D[block] = _UNKNOWN
                     self._drop(block)
+            self._state_D[self._state_D == _CAME] = _HERE
             self._state_D[self._waiting] = _UNKNOWN
             heapq.heapify(held)
             self._uses, self._held, self._waiting = uses, held, []
@@ -380,17 +381,18 @@ class ReadAhead:
                 block = heapq.heappop(self._held)[1] if drops else self._waiting.pop(0)
                 if drops:
                     self._state_D[block] = _UNKNOWN
-            state = _UNKNOWN
+            state, stays = _UNKNOWN, True
             try:
                 if drops:
                     self._drop(block)
                     continue
-                state = _CAME if self._bring(block) else _HERE
+                came, stays = self._bring(block)
+                state = _CAME if came else _HERE
             except Exception as error:  # noqa: BLE001 - who wants the sample reads it, and meets the error
                 logger.info("a block was not read ahead: %s", error)
             with self._wake:
                 self._state_D[block] = state
-                if state != _UNKNOWN and self._uses is not None:
+                if not stays and self._uses is not None:
                     heapq.heappush(self._held, (int(self._uses.last_D[block]), block))
 
     @property

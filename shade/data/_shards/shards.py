@@ -256,15 +256,11 @@ class Shards(Dataset[Any]):
         if self._ahead is not None:
             self._ahead.reach(handed_out, used)
 
-    @property
-    def _tiers(self) -> tuple[BlockTier | None, BlockTier | None]:
-        return self._blocks, self._window
-
     def _tier_of(self, block: Block) -> BlockTier | None:
         return self._blocks if self._blocks is not None and self._blocks.keeps(block) else self._window
 
-    def _bring_ahead(self, number: int) -> bool:
-        """Reads a block, unless it is here; returns whether it had to."""
+    def _bring_ahead(self, number: int) -> tuple[bool, bool]:
+        """Reads a block, unless it is here; returns whether it had to, and whether the disk has it now."""
         block = self._block_list[number]
         tier = self._tier_of(block)
         if tier is None:
@@ -273,21 +269,19 @@ class Shards(Dataset[Any]):
         tier.wait(block, takes=True)
         try:
             ends = {first, last - 1}
-            if any(each is not None and len(each.look_up(list(ends))) == len(ends) for each in self._tiers):
-                return False
+            for each in (self._blocks, self._window):
+                if each is not None and len(each.look_up(list(ends))) == len(ends):
+                    return False, each is self._blocks
             self._bring([block], set(), self._count, tier)
         finally:
             tier.release(block)
-        return True
+        return True, self._window is None
 
     def _drop_from_window(self, number: int) -> None:
         """Removes a block's samples from the window's memory."""
-        block = self._block_list[number]
-        tier = self._tier_of(block)
-        if tier is None or tier is not self._window:
-            return
-        tier.wait(block)  # another rank may bring it
-        tier.remove(range(*self._samples_of(number)))
+        if self._window is not None:
+            self._window.wait(self._block_list[number])  # another rank may bring it
+            self._window.remove(range(*self._samples_of(number)))
 
     def _samples_of(self, number: int) -> tuple[int, int]:
         """Returns where the samples of a block begin and end."""
@@ -512,7 +506,7 @@ class Shards(Dataset[Any]):
         if self._ahead is not None:
             self._ahead.close()
         self._origin.close()
-        for tier in self._tiers:
+        for tier in (self._blocks, self._window):
             if tier is not None:
                 tier.close()
 

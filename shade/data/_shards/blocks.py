@@ -213,6 +213,9 @@ def memory_tier(namespace: str, owner: str, num_samples: int, payload_bytes: flo
         num_samples: Samples that must have room at once.
         payload_bytes: Estimated bytes of a sample.
 
+    Returns:
+        The tier, whose `BlockTier.leave` removes it.
+
     Raises:
         ConfigError: The machine has no shared memory, or too little.
     """
@@ -323,6 +326,9 @@ class ReadAhead:
 
     def wait(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         """Waits for the blocks that are on their way.
+
+        Args:
+            indices: Sample indices.
 
         Returns:
             The samples whose blocks were here before this pass, and those whose blocks have come in it.

@@ -229,11 +229,17 @@ class Shards(Dataset[Any]):
         Args:
             window: Over how many places the samples of a block are spread.
             owner: Names the job, whose processes on this machine share that memory.
-            count: Gets the number of requests and of bytes that are read ahead, from several threads.
+            count: Gets the number of requests and of bytes that are read ahead.
 
         Raises:
             ConfigError: The machine has no room for the window.
         """
+        if self._ahead is not None:  # of a sampler before
+            self._ahead.close()
+            self._ahead = None
+        if self._window is not None:
+            self._window.close()
+            self._window = None
         if not is_url(self._index.entries[0].url) and self._format.opened(self._index.entries[0].url) is not None:
             return  # it is mapped into memory
         num_bytes = sum(entry.num_bytes for entry in self._index.entries)
@@ -272,10 +278,14 @@ class Shards(Dataset[Any]):
             for each in (self._blocks, self._window):
                 if each is not None and len(each.look_up(list(ends))) == len(ends):
                     return False, each is self._blocks
-            self._bring([block], set(), self._count, tier)
+            self._bring([block], set(), self._count_ahead, tier)
         finally:
             tier.release(block)
         return True, self._window is None
+
+    def _count_ahead(self, num_requests: int, num_bytes: int) -> None:
+        with self._keeping:  # counts of several threads
+            self._count(num_requests, num_bytes)
 
     def _drop_from_window(self, number: int) -> None:
         """Removes a block's samples from the window's memory."""

@@ -228,6 +228,18 @@ def test_memory_holds_a_window_and_not_the_data_set(tmp_path: Path, memory: Path
     shards.close()
 
 
+def test_a_second_sampler_takes_the_place_of_the_first(tmp_path: Path, memory: Path) -> None:
+    paths = write_shards(tmp_path / "shards", "tar", make_items(N), 150)
+    shards, _ = opened(paths)
+    first = sampler_of(shards)
+    for _ in loader_of(shards, first):
+        break
+    second = sampler_of(shards)
+    assert len(list(memory.iterdir())) == 1
+    assert sorted(epoch_of(shards, second, read_shards(paths), 0)) == list(range(N))
+    shards.close()
+
+
 def test_a_window_of_all_is_the_global_order(tmp_path: Path, memory: Path) -> None:
     paths = write_shards(tmp_path / "shards", "tar", make_items(N), 150)
     shards, _ = opened(paths)

@@ -183,6 +183,8 @@ class Purpose(IntEnum):
     """Which samples are repeated one time more if a replication factor is not whole."""
     MIXTURE = 6
     """The order of one pass over one source of a mixture."""
+    WINDOW = 7
+    """The sequence of the blocks of an epoch, and how far its samples are shifted."""
 
 
 def generator(seed: int, epoch: int, purpose: int) -> np.random.Generator:

@@ -14,11 +14,12 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from shade import ShadeDataset, ShadeLoader, ShadeSampler, Shards
 from shade.cache import breaker
-from shade.data._shards import index
+from shade.data._shards import blocks, index
 from shade.errors import DataError
 from tests.support.shards import COLUMNS, REMOTE_KINDS, make_items, read_shards, write_shards
 from tests.support.storage_servers import BUCKET, S3Server
@@ -212,3 +213,75 @@ def test_shade_loader_collates_columns_of_shards_as_a_dataloader_does(tmp_path: 
     for plain, ours in zip(*loaded, strict=True):
         assert plain[0] == ours[0]
         assert all((mine == theirs).all() for mine, theirs in zip(ours[1:], plain[1:], strict=True))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("workers", [0, 2])
+def test_in_a_window_each_block_is_read_once_without_a_disk(
+    server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """By one process and by two, in a memory that holds a part of the data set."""
+    _make_blocks_small(monkeypatch)
+    urls, expected = _written(server, tmp_path, "tar")
+    dataset = ShadeDataset(Shards(urls, COLUMNS), cache=None)
+    shards = dataset.source.shards  # type: ignore[attr-defined]
+    sampler = ShadeSampler(dataset, batch_size=BATCH, mode="uniform", shuffle_window=300)
+    num_blocks = len(shards.first_sample_D)
+    assert num_blocks > 20
+    for epoch in range(3):
+        server.reads.clear()
+        sampler.set_epoch(epoch)
+        _epoch(dataset, sampler, expected, workers)
+        assert num_blocks / 2 < len(server.reads) <= num_blocks  # the last ones of the epoch before are still here
+    assert len(server.reads) <= NUM_SAMPLES // 20
+    sampler.close()
+    dataset.close()
+
+
+def _make_blocks_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (blocks, index):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 64 << 10)
+
+
+def _load_as_rank(rank: int, urls: list[str], folder: str, results: Any) -> None:
+    _make_blocks_small(pytest.MonkeyPatch())
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    dataset = ShadeDataset(Shards(urls, COLUMNS), cache=None)
+    sampler = ShadeSampler(dataset, batch_size=BATCH, mode="uniform", shuffle_window=300)
+    seen, window = [], 0
+    for items in DataLoader(dataset, batch_size=BATCH, sampler=sampler, collate_fn=list):
+        seen += [(content, number, place) for content, number, place in items]
+        torch.distributed.barrier()
+        window = max(window, dataset.source.shards._window._store.stats().num_keys)  # type: ignore[attr-defined]
+    results.put((seen, window))
+    torch.distributed.barrier()
+    sampler.close()
+    dataset.close()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_ranks_of_a_machine_read_each_block_once(
+    server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make_blocks_small(monkeypatch)
+    urls, expected = _written(server, tmp_path, "tar")
+    shards = Shards(urls, COLUMNS)  # makes the index
+    num_blocks = len(shards.first_sample_D)
+    shards.close()
+    server.reads.clear()
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_load_as_rank, args=(rank, urls, str(tmp_path), results)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    found = [results.get(timeout=120) for _ in ranks]
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    seen = [each for part, _ in found for each in part]
+    assert sorted(place for *_, place in seen) == list(range(NUM_SAMPLES))
+    assert all((content, number) == expected[place] for content, number, place in seen)
+    # Besides a block of each rank's probes: every block once for both.
+    assert len([each for each in server.reads if each.endswith(".tar")]) <= num_blocks + 2 * 16
+    assert 0 < max(window for _, window in found) < NUM_SAMPLES

@@ -235,7 +235,8 @@ class BatchReader:
         has other content than the cache.
         """
         if self._cache is None:
-            payloads, hits = self._source.read_many(list(indices), not_counted), [False] * len(indices)
+            payloads, near_by_index = read_nearest(self._source, list(indices), not_counted)
+            hits = [index in near_by_index for index in indices]
         else:
             near = set[int]()
             payloads, hits = self._cache.fetch_many(indices, partial(self._read_origin, near))

@@ -87,10 +87,13 @@ class _Cursor:
         self._view, self._position = view, position
 
     def take(self, num_bytes: int) -> bytearray:
+        return bytearray(self.view(num_bytes))
+
+    def view(self, num_bytes: int) -> memoryview:
         end = self._position + num_bytes
         if num_bytes < 0 or end > len(self._view):
             raise ValueError(f"a buffer of {num_bytes} bytes is not there")
-        taken = bytearray(self._view[self._position : end])
+        taken = self._view[self._position : end]
         self._position = end + -num_bytes % _ALIGN
         return taken
 
@@ -189,7 +192,7 @@ def _build(skeleton: Any, cursor: _Cursor) -> Any:
     if kind == "dict":
         return {key: _build(part, cursor) for key, part in value}
     if kind == "bytes":
-        return bytes(cursor.take(value))
+        return bytes(cursor.view(value))
     if kind == "tensor":
         name, shape = value
         dtype = _DTYPES[name]

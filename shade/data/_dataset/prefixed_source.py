@@ -82,6 +82,11 @@ class PrefixedSource(ItemSource, PreparedSource):
         targets = getattr(dataset, "targets", None)
         self.target_N = class_targets(targets, num_samples) if files is None else files.target_N
 
+    @property
+    def shards(self) -> Any:
+        """Returns the `shade.Shards` that it reads; None for other data sets."""
+        return getattr(self._before, "shards", None)
+
     def _probed_item(self, index: int) -> tuple[Any, ...]:
         (item,) = self.read_many([index], self._count_probe)
         if isinstance(item, Exception):

@@ -392,6 +392,8 @@ def own_source_of(
 def read_nearest(source: SampleSource, indices: list[int], count: CountOrigin) -> tuple[list[Any], dict[int, Any]]:
     """Reads payloads in order, those first that are near; returns them, and those that were near by index."""
     near = source.read_near(indices) if isinstance(source, NearSource) else {}
+    if not near:
+        return source.read_many(indices, count) if indices else [], near
     rest = [index for index in indices if index not in near]
     read = dict(zip(rest, source.read_many(rest, count) if rest else (), strict=True))
     return [near[index] if index in near else read[index] for index in indices], near

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 import socket
 
 import numpy as np
@@ -41,6 +40,7 @@ from shade.cache.coordinated_read import BEAT_SECONDS as COORDINATED_BEAT_SECOND
 from shade.cache.coordinated_read import CoordinatedRead
 from shade.cache.job_registry import BEAT_SECONDS, JobRegistry
 from shade.cache.sharing import Sharing
+from shade.data._sampler.rank_shard import agreed_name
 from shade.errors import ConfigError, StoreError
 from shade.policy import POLICIES
 from shade.policy.base import EpochPlan
@@ -52,7 +52,6 @@ logger = logging.getLogger("shade.data")
 ENDING_BATCHES = 32
 """More batches than workers hold: in the last ones of an epoch, an arrival without space waits for it at once."""
 _DISTURBANCES = ("surprises", "declined", "store_errors", "skipped", "yielded")
-_OWNER_BYTES = 8
 
 
 class CachePlanner:
@@ -129,7 +128,7 @@ class CachePlanner:
             )
         if is_private:
             return None
-        jobs = JobRegistry(cache.store, cache.keys.namespace, self._agreed_owner(), follow or "")
+        jobs = JobRegistry(cache.store, cache.keys.namespace, agreed_name(self._group), follow or "")
         beat_seconds = BEAT_SECONDS if follow is None else COORDINATED_BEAT_SECONDS
         sharing = Sharing(cache, jobs, self._rank, self._num_replicas, beat_seconds=beat_seconds)
         if self._rank == 0:
@@ -141,13 +140,6 @@ class CachePlanner:
         if follow is not None:
             self._coordinated = CoordinatedRead(cache, jobs, sharing, global_batch)
         return sharing
-
-    def _agreed_owner(self) -> str:
-        """Returns the job's name, the same on every rank."""
-        drawn = torch.tensor(list(secrets.token_bytes(_OWNER_BYTES)))
-        if self._group is not None:
-            dist.broadcast(drawn, src=dist.get_global_rank(self._group, 0), group=self._group)
-        return bytes(drawn.tolist()).hex()
 
     def _check_same_data(self) -> None:
         """Refuses ranks with different data: they would look for each other's entries under different names and all

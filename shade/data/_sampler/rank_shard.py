@@ -1,4 +1,5 @@
-"""Deals an epoch's global order to one rank (`RankShard`), iterates over its part, and saves the draw.
+"""Deals an epoch's global order to one rank (`RankShard`), iterates over its part, and saves the draw. `ShuffleWindow`
+brings the order of shards into one in which blocks are read once.
 
 The arithmetic is `shade.sampling.shards`; the shard adds one sampler's numbers, and remembers what was dealt otherwise
 than by position (`Locality`).
@@ -22,9 +23,10 @@ Invariant: an iterator that was set to n returns index n of this rank's epoch ne
 from __future__ import annotations
 
 import contextlib
+import secrets
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,13 +36,15 @@ import xxhash
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shade.errors import ConfigError
-from shade.sampling.base import Draw, Receipt, parts, picked
+from shade.sampling.base import Draw, Purpose, Receipt, generator, parts, picked
 from shade.sampling.receipt import measure
 from shade.sampling.shards import num_steps, rank_positions, rank_slice
+from shade.sampling.window import windowed
 from shade.types import Floats, Indices, Order
 
 DEALT_STEPS = 128
 """How many steps back the shard remembers what was dealt."""
+_NAME_BYTES = 8
 
 
 def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tuple[int, int, bool]:
@@ -55,6 +59,14 @@ def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tup
     if batch_size < 1:
         raise ConfigError.of("batch_size ≥ 1", batch_size, "pass the DataLoader's batch_size")
     return num_replicas, rank, distributed
+
+
+def agreed_name(group: dist.ProcessGroup | None) -> str:
+    """Returns a new random name, the same on every rank of a group (None: this rank is alone). Collective."""
+    drawn = torch.tensor(list(secrets.token_bytes(_NAME_BYTES)))
+    if group is not None:
+        dist.broadcast(drawn, src=dist.get_global_rank(group, 0), group=group)
+    return bytes(drawn.tolist()).hex()
 
 
 class RankShard:
@@ -169,6 +181,88 @@ class RankShard:
         weight_N = np.ones(num_samples, np.float32) if draw.weight_N is None else draw.weight_N.copy()
         weight_N[index_G[mine]] *= balance
         return weight_N
+
+
+class ReadAheadBlocks(Protocol):
+    """A data set whose samples lie in blocks, which may be read before they are wanted: `shade.Shards`."""
+
+    first_sample_D: Indices
+    """(D,) the first sample of each block, ascending, from 0."""
+
+    def plan_window(self, window: int, owner: str, count: Callable[[int, int], None] | None) -> None:
+        """Makes room for an order in which the samples of a block are within ``window`` places. The ranks of a job have
+        one ``owner``; ``count`` gets the requests and bytes that are read ahead. Raises ConfigError if there is no
+        room."""
+        ...
+
+    def begin_pass(self, order_K: Order, start: int) -> None:
+        """Takes the order of all ranks, and the place in it where a pass begins."""
+        ...
+
+    def reach(self, handed_out: int, used: int) -> None:
+        """Says up to which place samples are handed out, and up to which they are used by every rank."""
+        ...
+
+
+_APART_STEPS = 2
+"""More steps than ranks of a job are apart."""
+
+
+class ShuffleWindow:
+    """Brings an epoch into an order in which neighbours in a shard come near each other, and has their blocks read
+    ahead. Collective.
+
+    Args:
+        dataset: A `ShadeDataset` of `Shards`, or `Shards`.
+        window: Over how many places the samples of a block are spread.
+        seed: The sampler's.
+        global_batch: G.
+        is_distributed: Whether torch.distributed connects the ranks of this job.
+        count: Gets the requests and bytes that are read ahead.
+
+    Raises:
+        ConfigError: A window below 1, another data set, or no room for the window.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        window: int,
+        seed: int,
+        global_batch: int,
+        *,
+        is_distributed: bool,
+        count: Callable[[int, int], None] | None,
+    ) -> None:
+        if window < 1:
+            raise ConfigError.of("shuffle_window ≥ 1, in samples", window, "10_000 is a usual size")
+        source = getattr(dataset, "source", dataset)
+        found: ReadAheadBlocks | None = source if hasattr(source, "plan_window") else getattr(source, "shards", None)
+        if found is None:
+            expected = "Shards with a shuffle_window, because their samples lie in blocks"
+            raise ConfigError.of(expected, type(dataset).__name__, "leave shuffle_window out")
+        self._blocks, self._window, self._seed, self._global_batch = found, window, seed, global_batch
+        self._num_samples = len(dataset)
+        group = dist.new_group(backend="gloo") if is_distributed else None
+        assert group is None or isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
+        found.plan_window(min(window, self._num_samples), agreed_name(group), count)
+
+    def ordered(self, draw: Draw) -> Draw:
+        """Returns a draw in an order of its own samples; a window of the whole data set leaves it as it is."""
+        if self._window >= self._num_samples:
+            return draw
+        random = generator(self._seed, draw.epoch, Purpose.WINDOW)
+        order_K = windowed(draw.order_K, self._blocks.first_sample_D, self._window, random)
+        return Draw(draw.epoch, order_K, draw.weight_N, draw.receipt)
+
+    def begin(self, order_K: Order, step: int) -> None:
+        """Begins a pass through an order at a step."""
+        self._blocks.begin_pass(order_K, min(step * self._global_batch, len(order_K)))
+
+    def reach(self, step: int, num_got: int) -> None:
+        """Says that a step is handed out, and how many steps this rank's loop has got."""
+        used = (num_got - _APART_STEPS) * self._global_batch
+        self._blocks.reach((step + 1) * self._global_batch, used)
 
 
 class SavedDraws:

@@ -28,13 +28,14 @@ import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
 from shade.cache.cache import SampleCache
-from shade.data._sampler.cache_planner import CachePlanner
+from shade.data._sampler.cache_planner import ENDING_BATCHES, CachePlanner
 from shade.data._sampler.rank_shard import (
     LOOK_AHEAD_STEPS,
     LoaderCount,
     RankShard,
     SamplerIterator,
     SavedDraws,
+    ShuffleWindow,
     check_order,
     draw_from,
     load_draw,
@@ -48,6 +49,9 @@ from shade.policy.base import EpochPlan
 from shade.sampling import MODES
 from shade.sampling.base import LARGE, LARGE_ORDER, Draw, Receipt, Scores, Validation, is_large
 from shade.types import Floats, Order
+
+_READ_AHEAD = 1 << 20
+"""A number that no worker has, of what reads ahead."""
 
 
 class ShadeSampler(DistributedSampler[int]):
@@ -70,6 +74,8 @@ class ShadeSampler(DistributedSampler[int]):
         replication_factor: `pads` only: how often cached samples appear, ≥ 1 in steps of 0.5.
         epochs: Total number of epochs, if known: `unbiased` then ends with full epochs.
         score: What makes a sample important, a name of `shade.importance.SCORES`; the mode's own choice when None.
+        shuffle_window: For `Shards`: neighbours in a shard come within so many places of each other, so that a block of
+            them is read once and need not be kept (`shade.sampling.window`). None: a globally random order.
         follow: A name; jobs that give the same one, on the same data and cache, take one stream of samples in step, and
             one of them reads the origin for all (`shade.cache.coordinated_read`).
 
@@ -92,6 +98,7 @@ class ShadeSampler(DistributedSampler[int]):
         replication_factor: float | None = None,
         epochs: int | None = None,
         score: str | None = None,
+        shuffle_window: int | None = None,
         follow: str | None = None,
     ) -> None:
         self.num_replicas, self.rank, distributed = ranks_of(num_replicas, rank, batch_size)
@@ -117,6 +124,7 @@ class ShadeSampler(DistributedSampler[int]):
             "global_batch": self.global_batch,
         }
         self._settings |= {"shuffle": shuffle, "drop_last": drop_last}
+        self._settings |= {} if shuffle_window is None else {"shuffle_window": shuffle_window}
         self._settings |= {name: value for name, value in options.items() if name != "targets_N"}
         if is_large(self.num_samples):
             self._settings["order"] = LARGE_ORDER
@@ -145,6 +153,7 @@ class ShadeSampler(DistributedSampler[int]):
             raise ConfigError.of(
                 "a ShadeDataset with a cache, to follow one stream", type(dataset).__name__, "give it one"
             )
+        self._window = self._opened_window(dataset, shuffle_window, cache, distributed)
         self._last_epoch = None if epochs is None else epochs - 1
         self.epoch = 0
         self._draws: dict[int, Draw] = {}
@@ -176,6 +185,17 @@ class ShadeSampler(DistributedSampler[int]):
             raise ConfigError.of(
                 f"num_replicas equal to the world size {dist.get_world_size()}", self.num_replicas, "leave it out"
             )
+
+    def _opened_window(
+        self, dataset: Any, window: int | None, cache: SampleCache | None, distributed: bool
+    ) -> ShuffleWindow | None:
+        if window is None:
+            return None
+        if not self.shuffle:
+            raise ConfigError.of("shuffle=True with a shuffle_window", False, "leave one of the two out")
+        count = None if cache is None else cache.for_thread(_READ_AHEAD).count_origin
+        joined = distributed and self.num_replicas > 1
+        return ShuffleWindow(dataset, window, self.seed, self.global_batch, is_distributed=joined, count=count)
 
     # ── the calls of a training loop ────────────────────────────────────────────────────────────────────────────────
 
@@ -396,6 +416,8 @@ class ShadeSampler(DistributedSampler[int]):
             score_N = None if scores is None else scores.score_N
             start = min(self._first_step * self.global_batch, len(order_K))
             self._planner.begin_epoch(EpochPlan(self.epoch, order_K, next_order_K, score_N, start=start))
+        if self._window is not None:
+            self._window.begin(order_K, self._first_step)
         self._usage_warnings.warn_of_length(self.epoch, self.num_steps, self._shard.num_steps(self.num_samples))
         self._iterations += self._first_step < self.num_steps  # a resume may find that nothing is left of its epoch
         return self._num_mine(0) - self._num_mine(self._first_step), self._pass(order_K, len(draw.order_K))
@@ -450,6 +472,9 @@ class ShadeSampler(DistributedSampler[int]):
                         index_B = self._planner.dispatch(index_G, mine, num_left=num_steps - 1 - step)
                     self._shard.remember(step, index_B)
                     self._num_dealt += 1
+                    if self._window is not None:
+                        num_got = self._num_dealt - ENDING_BATCHES if self._num_got is None else self._num_got
+                        self._window.reach(step, self._first_step + num_got)
                 yield from index_B.tolist()
         finally:
             self._num_live -= 1
@@ -467,6 +492,8 @@ class ShadeSampler(DistributedSampler[int]):
                 resident_N=None if self._planner is None else self._planner.resident_N,
                 validation=Validation(tuple(self._accuracies)),
             )
+            if self._window is not None and followed is None:
+                draw = self._window.ordered(draw)
             if not self.shuffle:
                 draw = Draw(draw.epoch, np.sort(draw.order_K), draw.weight_N, draw.receipt)
             if followed is None and self._planner is not None:
@@ -534,7 +561,7 @@ class ShadeSampler(DistributedSampler[int]):
         Raises:
             ConfigError: The state belongs to other settings, or an order does not match its hash.
         """
-        for name, mine in self._settings.items():
+        for name, mine in ({"shuffle_window": None} | self._settings).items():
             theirs = state["settings"].get(name)
             # A run may be continued for more epochs: what was drawn stays, and only later draws ask for the length.
             if theirs != mine and name == "order":

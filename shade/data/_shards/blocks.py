@@ -9,6 +9,11 @@ Entries are sealed like those of a cache: what is damaged is read again. A disk 
 Races: 1. *Two processes want one block.* The one that gets its lock reads it; the other waits, and finds the samples.
 No process waits for a lock while it holds one. 2. *A process dies with a lock.* The system frees it.
 
+`ReadAhead` brings the blocks of an order in which neighbours stay near each other (`shade.sampling.window`), in the
+sequence in which they are wanted. Blocks that the disk does not keep lie in the machine's memory (`memory_tier`) until
+their last sample is used. It runs in the training process, as threads, because the sampler is there, which knows the
+order; the processes that load batches see a shared byte a block, and wait for a block that is on its way.
+
 Invariant: a payload that is returned is one that was kept for that sample.
 """
 
@@ -16,20 +21,30 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
+import heapq
 import logging
 import os
+import shutil
 import struct
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
+from urllib.parse import quote
 
+import numpy as np
+import numpy.typing as npt
+import torch
 import xxhash
 
 from shade.cache.entry import FORMAT_ITEM, HEADER_BYTES, seal, unseal
-from shade.errors import CorruptEntryError, StoreError
+from shade.errors import ConfigError, CorruptEntryError, StoreError
+from shade.sampling.window import BlockUses, block_uses
 from shade.store import StoreURL, open_store
 from shade.store.keys import SampleKeys
+from shade.types import Order
 
 logger = logging.getLogger("shade.data")
 
@@ -42,6 +57,12 @@ _ROOM: Final = 0.95
 _MOST_BYTES: Final = 1 << 32
 """An entry has room for payloads that are shorter."""
 _LOCK_STRIDE: Final = 1 << 24
+_READERS: Final = 4
+"""Blocks that a process reads ahead at once. On one link, more of them would make the first one late."""
+_AHEAD_BYTES: Final = 64 << 20
+"""How far ahead of the samples that are handed out blocks are read."""
+_MEMORY: Final = "/dev/shm"
+_WAIT_SECONDS: Final = 0.005
 Block: TypeAlias = "tuple[int, int]"
 """A shard, and the number of a part of `BLOCK_BYTES` of it."""
 
@@ -78,6 +99,7 @@ class BlockTier:
         self._per_process()
 
     def _per_process(self) -> None:
+        self.leave: Callable[[], Any] = bool  # of a tier in memory: removes it
         self._pid, self._lock_file = os.getpid(), -1
         self._taken = set[Block]()
         self._changing = threading.Lock()
@@ -98,6 +120,11 @@ class BlockTier:
         is_mine = xxhash.xxh3_64_intdigest(struct.pack("<QQ", *block)) < self._share
         return is_mine and not self._is_full and time.monotonic() >= self._rests_until
 
+    @property
+    def keeps_all(self) -> bool:
+        """Returns whether the capacity is that of the data set."""
+        return self._share >= 2**64
+
     def look_up(self, indices: Sequence[int]) -> dict[int, Any]:
         """Returns the payloads of those samples that are here."""
         if not indices or time.monotonic() < self._rests_until:
@@ -114,21 +141,29 @@ class BlockTier:
                     found[index] = unseal(index, entry, FORMAT_ITEM)
         return found
 
-    def keep(self, payloads: Mapping[int, bytes]) -> None:
-        """Writes samples, as far as there is room."""
-        payloads = {index: payload for index, payload in payloads.items() if len(payload) < _MOST_BYTES}
-        names = self._keys.many(list(payloads))
-        sealed = (seal(index, payload, FORMAT_ITEM) for index, payload in payloads.items())
-        entries = dict(zip(names, sealed, strict=True))
+    def remove(self, indices: Sequence[int]) -> None:
+        """Removes samples."""
         try:
-            written = self._store.set_many(entries)
+            self._store.delete_many(self._keys.many(indices))
         except StoreError as error:
             self._failed(error)
-            return
+
+    def keep(self, payloads: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Writes samples, as far as there is room, and returns the others."""
+        short = {index: payload for index, payload in payloads.items() if len(payload) < _MOST_BYTES}
+        names = self._keys.many(list(short))
+        sealed = (seal(index, payload, FORMAT_ITEM) for index, payload in short.items())
+        try:
+            written = self._store.set_many(dict(zip(names, sealed, strict=True)))
+        except StoreError as error:
+            self._failed(error)
+            return dict(payloads)
         if not all(written) and not self._is_full:
             self._is_full = True
             url = self._store.url
             logger.warning("%s is full; samples that are not there are read from their shards, one by one", url)
+        kept = {index for index, is_written in zip(short, written, strict=True) if is_written}
+        return {index: payload for index, payload in payloads.items() if index not in kept}
 
     def _failed(self, error: StoreError) -> None:
         self._rests_until = time.monotonic() + _REST_SECONDS
@@ -156,12 +191,227 @@ class BlockTier:
             fcntl.lockf(self._lock_file, fcntl.LOCK_UN, 1, block[0] * _LOCK_STRIDE + block[1])
             self._taken.discard(block)
 
-    def wait(self, block: Block) -> None:
-        """Returns when nothing holds a block's lock."""
+    def wait(self, block: Block, *, takes: bool = False) -> None:
+        """Returns when nothing holds a block's lock, or when this caller holds it."""
         while not self.take(block):
-            time.sleep(0.005)
-        self.release(block)
+            time.sleep(_WAIT_SECONDS)
+        if not takes:
+            self.release(block)
 
     def close(self) -> None:
-        """Closes the store. Safe to call twice."""
+        """Closes the store, and removes it if it lies in memory. Safe to call twice."""
         self._store.close()
+        self.leave()
+
+
+def memory_tier(namespace: str, owner: str, num_samples: int, payload_bytes: float) -> BlockTier:
+    """Makes a tier in this machine's memory, which the processes of one job share, and which ends with the last.
+
+    Args:
+        namespace: Names the samples' content.
+        owner: Names the job.
+        num_samples: Samples that must have room at once.
+        payload_bytes: Estimated bytes of a sample.
+
+    Returns:
+        The tier, whose `BlockTier.leave` removes it.
+
+    Raises:
+        ConfigError: The machine has no shared memory, or too little.
+    """
+    stem = f"{_MEMORY}/shade-{os.getuid()}-window-"
+    for path in glob.glob(f"{glob.escape(stem)}*"):
+        _remove_unused(path)
+    wanted_bytes = int(2 * num_samples * (payload_bytes + 1024))
+    free_bytes = shutil.disk_usage(_MEMORY).free if os.path.isdir(_MEMORY) else 0
+    if free_bytes < wanted_bytes // 2:
+        raise ConfigError.of(
+            f"{wanted_bytes >> 21} MiB of shared memory for a window of {num_samples} samples",
+            f"{free_bytes >> 20} MiB free in {_MEMORY}",
+            "give the Shards a disk=, or choose a smaller shuffle_window; in a container: --shm-size",
+        )
+    folder = f"{stem}{owner}"
+    users = _entered(folder)
+    url = StoreURL.parse(f"disk://{quote(folder)}?capacity={min(wanted_bytes, free_bytes)}")
+    tier = BlockTier(url, namespace, num_samples, payload_bytes)
+    tier.leave = weakref.finalize(tier, _leave, folder, users, os.getpid())
+    return tier
+
+
+_entered_folders: Final = set[str]()
+"""Those that this process uses. Its own locks do not keep it from removing them."""
+
+
+def _entered(folder: str) -> int:
+    """Makes a folder that a lock of this process keeps, and returns the lock's file. Children do not inherit it."""
+    _entered_folders.add(folder)
+    while True:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        users = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.lockf(users, fcntl.LOCK_SH)
+        if os.fstat(users).st_nlink:  # else another process removed it before it was locked
+            return users
+        os.close(users)
+
+
+def _leave(folder: str, users: int, process: int) -> None:
+    if process == os.getpid():
+        os.close(users)
+        _entered_folders.discard(folder)
+        _remove_unused(folder)
+
+
+def _remove_unused(folder: str) -> None:
+    """Removes the folder of a tier in memory, unless a process uses it."""
+    if folder in _entered_folders:
+        return
+    with contextlib.suppress(OSError):
+        users = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.lockf(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(users)
+
+
+_UNKNOWN, _COMING, _HERE, _CAME = range(4)
+"""What the processes of a rank know of a block: nothing; that it is on its way; that it is here, or should be; and that
+it came in this pass."""
+
+
+class ReadAhead:
+    """Reads blocks before their samples are wanted, and removes them after their last use.
+
+    Args:
+        first_D: int64 (D,), the first sample of each block.
+        block_bytes: Mean bytes of a block.
+        bring: Called with the number of a block, in a thread; keeps its samples, and returns whether it had to read
+            them, and whether they stay.
+        drop: Called with the number of a block that does not stay, after its last use; removes its samples.
+    """
+
+    def __init__(
+        self,
+        first_D: npt.NDArray[np.int64],
+        block_bytes: float,
+        bring: Callable[[int], tuple[bool, bool]],
+        drop: Callable[[int], None],
+    ) -> None:
+        self._first_D, self._bring, self._drop = first_D, bring, drop
+        self._state_tensor_D = torch.zeros(len(first_D), dtype=torch.uint8)
+        self._state_tensor_D.share_memory_()  # type: ignore[no-untyped-call]
+        self.ahead_blocks = max(_READERS, min(2 * _READERS, int(_AHEAD_BYTES / max(1.0, block_bytes))))
+        """Blocks that are read ahead of what is handed out, about."""
+        self._uses: BlockUses | None = None
+        self._ahead = 0
+        self._per_process()
+
+    def _per_process(self) -> None:
+        self._pid = os.getpid()
+        self._state_D = self._state_tensor_D.numpy()
+        self._wake = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._held: list[tuple[int, int]] = []
+        self._waiting: list[int] = []
+        self._num_asked = self._used = 0
+        self._is_closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_first_D": self._first_D, "_state_tensor_D": self._state_tensor_D}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._uses = None
+        self._per_process()
+
+    def wait(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Waits for the blocks that are on their way.
+
+        Args:
+            indices: Sample indices.
+
+        Returns:
+            The samples whose blocks were here before this pass, and those whose blocks have come in it.
+        """
+        index_B = np.asarray(indices, dtype=np.int64)
+        block_B = np.searchsorted(self._first_D, index_B, side="right") - 1
+        while np.any(self._state_D[block_B] == _COMING):
+            time.sleep(_WAIT_SECONDS)
+        state_B = self._state_D[block_B]
+        return index_B[state_B == _HERE].tolist(), index_B[state_B == _CAME].tolist()
+
+    def begin(self, order_K: Order, start: int) -> None:
+        """Begins a pass at a place of an order; what was asked for in the pass before, and did not come, is not read
+        ahead."""
+        uses = block_uses(order_K, self._first_D, start)
+        with self._wake:
+            self._ahead = self.ahead_blocks * len(order_K) // max(1, len(uses.sequence))
+            held = list[tuple[int, int]]()
+            for _, block in self._held:
+                if uses.first_D[block] < start + self._ahead:
+                    held.append((int(uses.last_D[block]), block))
+                else:
+                    self._state_D[block] = _UNKNOWN
+                    self._drop(block)
+            self._state_D[self._state_D == _CAME] = _HERE
+            self._state_D[self._waiting] = _UNKNOWN
+            heapq.heapify(held)
+            self._uses, self._held, self._waiting = uses, held, []
+            self._num_asked, self._used = 0, start
+
+    def reach(self, handed_out: int, used: int) -> None:
+        """Says up to which place samples were handed out, and up to which they were used."""
+        with self._wake:
+            assert self._uses is not None, "a pass has begun"
+            self._used = used
+            first_D, sequence = self._uses.first_D, self._uses.sequence
+            while self._num_asked < len(sequence) and first_D[sequence[self._num_asked]] < handed_out + self._ahead:
+                block = int(sequence[self._num_asked])
+                self._num_asked += 1
+                if self._state_D[block] == _UNKNOWN:
+                    self._state_D[block] = _COMING
+                    self._waiting.append(block)
+            while len(self._threads) < _READERS:
+                self._threads.append(threading.Thread(target=self._work, name="shade-read-ahead", daemon=True))
+                self._threads[-1].start()
+            self._wake.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._is_closed and not self._waiting and not self._may_drop:
+                    self._wake.wait()
+                if self._is_closed:
+                    return
+                drops = self._may_drop
+                block = heapq.heappop(self._held)[1] if drops else self._waiting.pop(0)
+                if drops:
+                    self._state_D[block] = _UNKNOWN
+            state, stays = _UNKNOWN, True
+            try:
+                if drops:
+                    self._drop(block)
+                    continue
+                came, stays = self._bring(block)
+                state = _CAME if came else _HERE
+            except Exception as error:  # noqa: BLE001 - who wants the sample reads it, and meets the error
+                logger.info("a block was not read ahead: %s", error)
+            with self._wake:
+                self._state_D[block] = state
+                if not stays and self._uses is not None:
+                    heapq.heappush(self._held, (int(self._uses.last_D[block]), block))
+
+    @property
+    def _may_drop(self) -> bool:
+        return bool(self._held) and self._held[0][0] < self._used
+
+    def close(self) -> None:
+        """Ends the threads; what is on its way is not waited for by readers. Safe to call twice."""
+        if self._pid != os.getpid():
+            return
+        with self._wake:
+            self._is_closed = True
+            self._state_D[self._state_D == _COMING] = _UNKNOWN
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import bisect
 import fcntl
+import glob
 import importlib.util
 import io
 import itertools
 import json
 import logging
 import os
+import re
 import struct
 import time
 from abc import ABC, abstractmethod
@@ -40,7 +42,7 @@ import xxhash
 from typing_extensions import override
 
 from shade.data._dataset.content import STAT_THREADS
-from shade.data._dataset.origin import ByteRange, Entry, FileOrigin, describe_many, is_url, open_file_system
+from shade.data._dataset.origin import ByteRange, Entry, FileOrigin, describe_many, is_url, list_files, open_file_system
 from shade.data._shards.blocks import BLOCK_BYTES, Block
 from shade.errors import ConfigError, DataError, shown_place, without_login
 from shade.installation import install_hint
@@ -56,6 +58,7 @@ _VERSION: Final = 1
 _MAGIC: Final = b"shade-shard-index"
 _DIGEST: Final = struct.Struct("<Q")
 _SCANNERS: Final = 16
+_NUMBERS: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _LOCAL_WINDOW_BYTES, _REMOTE_WINDOW_BYTES = 16 << 10, 256 << 10
 Lengths = npt.NDArray[Any]
 """Integers, in as few bytes as they need."""
@@ -358,6 +361,17 @@ class ShardIndex:
         """Returns the block of a piece."""
         return shard, int(self.scans[shard].start_P[piece]) // BLOCK_BYTES
 
+    def blocks(self) -> tuple[list[Block], npt.NDArray[np.int64]]:
+        """Returns the blocks in the order of their samples, and the first sample of each, int64 (D,)."""
+        found, first = list[Block](), list[npt.NDArray[np.int64]]()
+        for shard, scan in enumerate(self.scans):
+            number_P = scan.start_P.astype(np.int64) // BLOCK_BYTES
+            begins = np.flatnonzero(np.diff(number_P, prepend=-1))
+            found += [(shard, number) for number in number_P[begins].tolist()]
+            before_P = np.cumsum(scan.rows_P, dtype=np.int64) - scan.rows_P
+            first.append(self.first_samples[shard] + before_P[begins])
+        return found, np.concatenate(first)
+
     def pieces_of(self, block: Block) -> list[int]:
         """Returns the pieces of a block."""
         shard, number = block
@@ -455,3 +469,60 @@ def _described(path: str) -> Entry:
             "a readable shard", path, f"{error.strerror}: restore it or list the shards again"
         ) from error
     return Entry(path, status.st_size, f"mtime={status.st_mtime_ns}")
+
+
+def _numbered(pattern: str) -> list[str]:
+    """Returns the names that ``{000..127}`` stands for."""
+    found = _NUMBERS.search(pattern)
+    if found is None:
+        return [pattern]
+    first, last = found[1], found[2]
+    numbers = range(int(first), int(last) + 1)
+    names = (pattern[: found.start()] + str(n).zfill(len(first)) + pattern[found.end() :] for n in numbers)
+    return [each for name in names for each in _numbered(name)]
+
+
+def listed_shards(shards: Any, options: Mapping[str, Any]) -> list[str]:
+    """Returns the shards that patterns stand for, each once, in the order of their names within a pattern."""
+    patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
+    urls = dict.fromkeys(
+        url for pattern in patterns for name in _numbered(os.fspath(pattern)) for url in _found(name, options)
+    )
+    if not urls:
+        raise DataError.of("shards", shards, "check the path")
+    return list(urls)
+
+
+def _found(name: str, options: Mapping[str, Any]) -> list[str]:
+    if is_url(name):
+        if _is_shard(name) and "*" not in name:
+            return [name]
+        if "*" not in name:
+            return [entry.url for entry in list_files(name, options) if _is_shard(entry.url)]
+        file_system = open_file_system(name, options)
+        return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(name))
+    name = os.path.abspath(name)
+    if os.path.isdir(name):
+        return sorted(each for each in glob.glob(os.path.join(glob.escape(name), "*")) if _is_shard(each))
+    return sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+
+
+def _suffix(url: str) -> str:
+    return url.partition("?")[0].rpartition("/")[2].rpartition(".")[2].lower()
+
+
+def _is_shard(url: str) -> bool:
+    return _suffix(url) in FORMATS and not url.endswith("lock.mdb")
+
+
+def suffix_of(urls: Sequence[str]) -> str:
+    """Returns the end of all names; raises ConfigError if there are several, or it is not known."""
+    suffixes = sorted({_suffix(url) for url in urls})
+    if len(suffixes) > 1:
+        cure = "make a Shards of each kind, and join them with torch.utils.data.ConcatDataset"
+        raise ConfigError.of("shards of one kind", ", ".join(suffixes), cure)
+    if suffixes[0] not in FORMATS:
+        cure = "decompress it: gunzip" if suffixes[0] in ("gz", "tgz") else "name the shards by their format"
+        known = ", ".join(f".{name}" for name in FORMATS)
+        raise ConfigError.of(f"shards that end in {known}", shown_place(urls[0]), cure)
+    return suffixes[0]

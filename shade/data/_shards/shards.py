@@ -16,9 +16,7 @@ Invariant: a sample is what its format's own reader makes of it, or there is an 
 from __future__ import annotations
 
 import collections
-import glob
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,13 +29,22 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
-from shade.data._dataset.origin import ByteRange, FileOrigin, UrlOrigin, is_url, list_files, open_file_system
+from shade.data._dataset.origin import ByteRange, FileOrigin, UrlOrigin, is_url
 from shade.data._dataset.source import CountOrigin, NearSource, checked_index, not_counted
-from shade.data._shards.blocks import Block, BlockTier, coalesced
-from shade.data._shards.index import FORMATS, RangeParts, ShardIndex, UnlikeIndexError, describe_shards
-from shade.errors import BadSampleError, ConfigError, DataError, shown_place
+from shade.data._shards.blocks import Block, BlockTier, ReadAhead, coalesced, memory_tier
+from shade.data._shards.index import (
+    FORMATS,
+    RangeParts,
+    ShardIndex,
+    UnlikeIndexError,
+    describe_shards,
+    listed_shards,
+    suffix_of,
+)
+from shade.errors import BadSampleError, DataError, shown_place
 from shade.registry import did_you_mean
 from shade.store.disk import disk_url
+from shade.types import Order
 
 GAP_BYTES: Final = 64 << 10
 """Ranges that are no further apart are read in one request (decision 0041)."""
@@ -46,7 +53,6 @@ _RECENT_BYTES: Final = 64 << 20
 """Rows of pieces that were read as a whole stay in memory up to so many bytes."""
 _PROBES: Final = 16
 _PROBED_PIECES: Final = 4
-_NUMBERS: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
 Piece: TypeAlias = "tuple[int, int]"
 """A shard, and a piece of it."""
 
@@ -95,8 +101,8 @@ class Shards(Dataset[Any]):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         url = None if disk is None else disk_url(disk)
-        urls = _listed(shards, options or {})
-        self._format = FORMATS.get(_suffix_of(urls))()
+        urls = listed_shards(shards, options or {})
+        self._format = FORMATS.get(suffix_of(urls))()
         self._format.require()
         self._single = isinstance(columns, str)
         self._columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
@@ -112,22 +118,32 @@ class Shards(Dataset[Any]):
         # The name by which `shade.data._dataset.content` knows the content, as that of a Hugging Face data set.
         self._fingerprint = xxhash.xxh3_64_hexdigest(f"{self._index.fingerprint} {chosen}".encode())
         self._per_process()
+        self.first_sample_D: npt.NDArray[np.int64]
+        """(D,) the first sample of each block, ascending, from 0."""
+        self._block_list, self.first_sample_D = self._index.blocks()
+        self._ahead: ReadAhead | None = None
+        self._window: BlockTier | None = None
+        self._count: CountOrigin = not_counted
         self._blocks: BlockTier | None = None
         if url is not None:
-            # Of an archive the whole piece, so that the probes find a place where their blocks are kept.
-            mean = self.probe()[0].mean() if self._format.keeps_rows else self._length_N().mean()
-            self._blocks = BlockTier(url, f"{self._fingerprint}-blocks", len(self), float(mean))
+            self._blocks = BlockTier(url, f"{self._fingerprint}-blocks", len(self), self._mean_bytes())
 
     def _per_process(self) -> None:
         self._recent: collections.OrderedDict[Piece, list[bytes]] = collections.OrderedDict()
         self._recent_bytes, self._keeping = 0, threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_recent", "_keeping")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_recent", "_keeping")}
+        return kept | {"_count": not_counted, "_block_list": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
         self._per_process()
+
+    def _mean_bytes(self) -> float:
+        """Returns the estimated bytes of a sample."""
+        # Of an archive the whole piece, so that the probes find a place where their blocks are kept.
+        return float(self.probe()[0].mean() if self._format.keeps_rows else self._length_N().mean())
 
     def _check_columns(self) -> None:
         for name in {*(self._columns or ()), *self._decode}:
@@ -206,9 +222,100 @@ class Shards(Dataset[Any]):
             return row
         return row[self._columns[0]] if self._single else tuple(row[name] for name in self._columns)
 
+    def plan_window(self, window: int, owner: str, count: CountOrigin | None = None) -> None:
+        """Takes the place for an order in which the samples of a block are within a window: what the disk does not keep
+        lies in this machine's memory until it is used.
+
+        Args:
+            window: Over how many places the samples of a block are spread.
+            owner: Names the job, whose processes on this machine share that memory.
+            count: Gets the number of requests and of bytes that are read ahead.
+
+        Raises:
+            ConfigError: The machine has no room for the window.
+        """
+        if self._ahead is not None:  # of a sampler before
+            self._ahead.close()
+            self._ahead = None
+        if self._window is not None:
+            self._window.close()
+            self._window = None
+        if not is_url(self._index.entries[0].url) and self._format.opened(self._index.entries[0].url) is not None:
+            return  # it is mapped into memory
+        num_bytes = sum(entry.num_bytes for entry in self._index.entries)
+        ahead = ReadAhead(
+            self.first_sample_D, num_bytes / len(self._block_list), self._bring_ahead, self._drop_from_window
+        )
+        if self._blocks is None or not self._blocks.keeps_all:
+            num_held = window + 2 * ahead.ahead_blocks * -(-len(self) // len(self._block_list))
+            name = f"{self._fingerprint}-window"
+            self._window = memory_tier(name, owner, min(num_held, len(self)), self._mean_bytes())
+        self._ahead, self._count = ahead, count or not_counted
+
+    def begin_pass(self, order_K: Order, start: int) -> None:
+        """Takes the order of all ranks, and the place in it where a pass begins."""
+        if self._ahead is not None:
+            self._ahead.begin(order_K, start)
+
+    def reach(self, handed_out: int, used: int) -> None:
+        """Says up to which place samples are handed out, and up to which they are used by every rank."""
+        if self._ahead is not None:
+            self._ahead.reach(handed_out, used)
+
+    def _tier_of(self, block: Block) -> BlockTier | None:
+        return self._blocks if self._blocks is not None and self._blocks.keeps(block) else self._window
+
+    def _bring_ahead(self, number: int) -> tuple[bool, bool]:
+        """Reads a block, unless it is here; returns whether it had to, and whether the disk has it now."""
+        block = self._block_list[number]
+        tier = self._tier_of(block)
+        if tier is None:
+            raise LookupError("the disk does not take it")
+        first, last = self._samples_of(number)
+        tier.wait(block, takes=True)
+        try:
+            ends = {first, last - 1}
+            for each in (self._blocks, self._window):
+                if each is not None and len(each.look_up(list(ends))) == len(ends):
+                    return False, each is self._blocks
+            self._bring([block], set(), self._count_ahead, tier)
+        finally:
+            tier.release(block)
+        return True, self._window is None
+
+    def _count_ahead(self, num_requests: int, num_bytes: int) -> None:
+        with self._keeping:  # counts of several threads
+            self._count(num_requests, num_bytes)
+
+    def _drop_from_window(self, number: int) -> None:
+        """Removes a block's samples from the window's memory."""
+        if self._window is not None:
+            self._window.wait(self._block_list[number])  # another rank may bring it
+            self._window.remove(range(*self._samples_of(number)))
+
+    def _samples_of(self, number: int) -> tuple[int, int]:
+        """Returns where the samples of a block begin and end."""
+        return int(self.first_sample_D[number]), int([*self.first_sample_D[number + 1 : number + 2], len(self)][0])
+
     def read_near(self, indices: Sequence[int]) -> dict[int, Any]:
-        """Returns the payloads that this machine's disk has."""
-        return {} if self._blocks is None else self._blocks.look_up(indices)
+        """Returns the payloads that this machine's disk had before this pass."""
+        if self._blocks is None:
+            return {}
+        if self._ahead is not None:
+            came = set(self._ahead.wait(indices)[1])
+            indices = [each for each in indices if each not in came]
+        return self._blocks.look_up(indices)
+
+    def _read_ahead(self, indices: Sequence[int]) -> dict[int, Any]:
+        """Returns the payloads of blocks that were read ahead, after those that are on their way have come."""
+        if self._ahead is None:
+            return {}
+        here, came = self._ahead.wait(indices)
+        wanted = here + came
+        found = {} if self._window is None else self._window.look_up(wanted)
+        if self._blocks is not None:
+            found |= self._blocks.look_up([index for index in wanted if index not in found])
+        return found
 
     def read(self, indices: Sequence[int], count: CountOrigin) -> list[Any]:
         """Reads payloads from the shards.
@@ -223,13 +330,13 @@ class Shards(Dataset[Any]):
         Raises:
             DataError: A shard is not what its index says.
         """
-        place = {index: self._index.place_of(index) for index in indices}
-        found = dict[int, Any]()
+        found = self._read_ahead(indices)
+        place = {index: self._index.place_of(index) for index in indices if index not in found}
         if self._blocks is not None:
             wanted = collections.defaultdict[Block, list[int]](list)
             for index, (shard, piece, _) in place.items():
                 wanted[self._index.block_of(shard, piece)].append(index)
-            found = self._read_blocks({b: each for b, each in wanted.items() if self._blocks.keeps(b)}, count)
+            found |= self._read_blocks({b: each for b, each in wanted.items() if self._blocks.keeps(b)}, count)
         rows = collections.defaultdict[Piece, dict[int, int]](dict)
         for index, (shard, piece, row) in place.items():
             if index not in found:
@@ -246,7 +353,7 @@ class Shards(Dataset[Any]):
         try:
             found = self._blocks.look_up([index for block in mine for index in wanted[block]])
             absent = [block for block in mine if any(index not in found for index in wanted[block])]
-            found |= self._bring(absent, {index for block in absent for index in wanted[block]}, count)
+            found |= self._bring(absent, {i for block in absent for i in wanted[block]}, count, self._blocks)
         finally:
             for block in mine:
                 self._blocks.release(block)
@@ -255,9 +362,9 @@ class Shards(Dataset[Any]):
             self._blocks.wait(block)
         return found | self._blocks.look_up([index for block in busy for index in wanted[block]])
 
-    def _bring(self, blocks: Sequence[Block], wanted: set[int], count: CountOrigin) -> dict[int, Any]:
-        """Reads some blocks at a time, keeps the samples of each as soon as it has come, and frees its lock."""
-        assert self._blocks is not None
+    def _bring(self, blocks: Sequence[Block], wanted: set[int], count: CountOrigin, tier: BlockTier) -> dict[int, Any]:
+        """Reads some blocks at a time, keeps the samples of each in a tier as soon as it has come, frees its lock, and
+        returns those that are wanted."""
         found = dict[int, Any]()
         waiting = list(reversed(blocks))
         under_way: collections.deque[tuple[Block, dict[Piece, None], Future[_Read]]] = collections.deque()
@@ -268,13 +375,16 @@ class Shards(Dataset[Any]):
                     pieces = {(block[0], piece): None for piece in self._index.pieces_of(block)}
                     under_way.append((block, pieces, pool.submit(self._ranges, pieces)))
                 block, pieces, future = under_way.popleft()
+                samples = dict[int, bytes]()
                 for (shard, piece), payloads in self._made(pieces, future.result(), count):
                     first = self._index.first_sample(shard, piece)
-                    samples = {first + row: each for row, each in enumerate(payloads) if not isinstance(each, OSError)}
-                    if samples:
-                        self._blocks.keep(samples)
-                    found |= {index: each for index, each in samples.items() if index in wanted}
-                self._blocks.release(block)
+                    good = ((row, each) for row, each in enumerate(payloads) if not isinstance(each, OSError))
+                    samples |= {first + row: each for row, each in good}
+                left = tier.keep(samples) if samples else {}
+                if left and self._window is not None and tier is not self._window:
+                    self._window.keep(left)
+                found |= {index: each for index, each in samples.items() if index in wanted}
+                tier.release(block)
         return found
 
     def _pieces(
@@ -387,7 +497,11 @@ class Shards(Dataset[Any]):
             # An archive's payload lacks headers and columns that were not chosen; that of a key and a value has more.
             length_N = self._length_N()
             probes = sorted({int(at) for at in np.linspace(0, len(self) - 1, min(_PROBES, len(self)))})
-            payload_P = _lengths(self.read(probes, count))
+            payload_at = self.read_near(probes)
+            piece_of = {self._index.place_of(probe)[:2]: probe for probe in probes if probe not in payload_at}
+            for piece, (payload,) in self._pieces(dict.fromkeys(piece_of), count):  # without its block
+                payload_at[piece_of[piece]] = payload
+            payload_P = _lengths([payload_at[probe] for probe in probes])
             part = float((payload_P / np.maximum(length_N[probes], 1)).max())
             more = int((payload_P - length_N[probes]).max())
             size_N = np.ceil(length_N * min(1.0, part)).astype(np.int64) + max(0, more)
@@ -399,9 +513,12 @@ class Shards(Dataset[Any]):
 
     def close(self) -> None:
         """Ends the threads and closes the disk. Safe to call twice."""
+        if self._ahead is not None:
+            self._ahead.close()
         self._origin.close()
-        if self._blocks is not None:
-            self._blocks.close()
+        for tier in (self._blocks, self._window):
+            if tier is not None:
+                tier.close()
 
 
 class ShardSource(NearSource):
@@ -412,20 +529,20 @@ class ShardSource(NearSource):
     target_N = None
 
     def __init__(self, shards: Shards) -> None:
-        self._shards, self.fingerprint = shards, shards.fingerprint
+        self.shards, self.fingerprint = shards, shards.fingerprint
         self.payload_bytes_N, self.num_probes, self.probe_bytes = shards.probe()
 
     @override
     def read_near(self, indices: list[int]) -> dict[int, Any]:
-        return self._shards.read_near(indices)
+        return self.shards.read_near(indices)
 
     @override
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
-        return self._shards.read(indices, count)
+        return self.shards.read(indices, count)
 
     @override
     def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
-        item = self._shards.item(index, payload)
+        item = self.shards.item(index, payload)
         return item if isinstance(item, tuple) else (item,)
 
     @override
@@ -434,11 +551,11 @@ class ShardSource(NearSource):
 
     @override
     def name_of(self, index: int) -> str:
-        return self._shards.name_of(index)
+        return self.shards.name_of(index)
 
     @override
     def close(self) -> None:
-        self._shards.close()
+        self.shards.close()
 
 
 def _lengths(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:
@@ -453,60 +570,3 @@ def _lengths(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:
 def _default_folder() -> str:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(base, "shade", "shards")
-
-
-def _numbered(pattern: str) -> list[str]:
-    """Returns the names that ``{000..127}`` stands for."""
-    found = _NUMBERS.search(pattern)
-    if found is None:
-        return [pattern]
-    first, last = found[1], found[2]
-    numbers = range(int(first), int(last) + 1)
-    names = (pattern[: found.start()] + str(n).zfill(len(first)) + pattern[found.end() :] for n in numbers)
-    return [each for name in names for each in _numbered(name)]
-
-
-def _listed(shards: Any, options: Mapping[str, Any]) -> list[str]:
-    """Returns the shards that patterns stand for, each once, in the order of their names within a pattern."""
-    patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
-    urls = dict.fromkeys(
-        url for pattern in patterns for name in _numbered(os.fspath(pattern)) for url in _found(name, options)
-    )
-    if not urls:
-        raise DataError.of("shards", shards, "check the path")
-    return list(urls)
-
-
-def _found(name: str, options: Mapping[str, Any]) -> list[str]:
-    if is_url(name):
-        if _is_shard(name) and "*" not in name:
-            return [name]
-        if "*" not in name:
-            return [entry.url for entry in list_files(name, options) if _is_shard(entry.url)]
-        file_system = open_file_system(name, options)
-        return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(name))
-    name = os.path.abspath(name)
-    if os.path.isdir(name):
-        return sorted(each for each in glob.glob(os.path.join(glob.escape(name), "*")) if _is_shard(each))
-    return sorted(glob.glob(name)) if glob.has_magic(name) else [name]
-
-
-def _suffix(url: str) -> str:
-    return url.partition("?")[0].rpartition("/")[2].rpartition(".")[2].lower()
-
-
-def _is_shard(url: str) -> bool:
-    return _suffix(url) in FORMATS and not url.endswith("lock.mdb")
-
-
-def _suffix_of(urls: Sequence[str]) -> str:
-    """Returns the end of all names; raises ConfigError if there are several, or it is not known."""
-    suffixes = sorted({_suffix(url) for url in urls})
-    if len(suffixes) > 1:
-        cure = "make a Shards of each kind, and join them with torch.utils.data.ConcatDataset"
-        raise ConfigError.of("shards of one kind", ", ".join(suffixes), cure)
-    if suffixes[0] not in FORMATS:
-        cure = "decompress it: gunzip" if suffixes[0] in ("gz", "tgz") else "name the shards by their format"
-        known = ", ".join(f".{name}" for name in FORMATS)
-        raise ConfigError.of(f"shards that end in {known}", shown_place(urls[0]), cure)
-    return suffixes[0]

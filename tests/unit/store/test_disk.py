@@ -241,6 +241,7 @@ def test_killed_writers_leave_no_wrong_byte(folder: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a hundred processes are started
 def test_writers_killed_fifty_times_leave_no_wrong_byte(folder: Path) -> None:
     assert kill_writers(folder, 50) > 250
 

@@ -30,9 +30,12 @@ NEEDS = {
     "transformers_trainer": ("torchdata", "transformers", "accelerate", "datasets"),
     "audio": ("datasets",),
     "grain_source": ("grain",),
+    "torchdata_nodes": ("torchdata",),
+    "huggingface_datasets": ("datasets",),
+    "ray_data": ("ray.data",),
     "ray_train": ("ray.train.torch",),
 }
-SLOW = {"ray_train"}
+SLOW = {"ray_data", "ray_train"}
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -9,11 +9,13 @@ It pickles into workers under fork, spawn and forkserver; the access log is open
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -218,6 +220,11 @@ class BatchReader:
             other._cache = self._cache.for_thread(number)
         return other
 
+    def enter_worker(self, worker: int) -> None:
+        """Prepares the process that fetches; ``worker`` is the DataLoader's worker id, or −1."""
+        if self._cache is not None:
+            self._cache.enter_worker(worker)
+
     def checked(self, index: int) -> int:
         """Returns an index in [0, N), as `checked_index` does."""
         return checked_index(index, len(self))
@@ -392,3 +399,48 @@ class BatchReader:
             os.close(self._log_fd[1])
         self._log_fd = None
         self._source.close()
+
+
+_LAST_ROW = 126
+"""Where the readers of other threads begin to count, downwards: a DataLoader numbers its workers from 0."""
+
+
+class ReaderPool:
+    """The readers of one process: the first one, and others while several threads read at once.
+
+    Threads that the user's pipeline starts (Grain, torchdata's nodes) may come and go, so a reader belongs to nobody
+    for longer than a batch.
+    """
+
+    def __init__(self, reader: BatchReader) -> None:
+        self._reader = reader
+        self._per_process()
+
+    def _per_process(self) -> None:
+        self._pid, self._free, self._num_others = os.getpid(), [(-1, self._reader)], 0
+        self.drawing = threading.Lock()
+        """Held while random transforms run, because they draw from generators of the process."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_reader": self._reader}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**{"reader": state["_reader"]})  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def reader(self, worker: int) -> Iterator[BatchReader]:
+        """Lends a reader for one batch; ``worker`` is the DataLoader's worker id, or −1."""
+        if self._pid != os.getpid():
+            self._per_process()
+        free = self._free
+        try:
+            number, reader = free.pop()
+        except IndexError:
+            number = _LAST_ROW - self._num_others
+            self._num_others += 1
+            reader = self._reader.for_worker(number)
+        reader.enter_worker(worker if number == -1 else number)
+        try:
+            yield reader
+        finally:
+            free.append((number, reader))

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import xxhash
 from torch.utils.data import Dataset, Sampler
 
-from shade.data._sampler.rank_shard import LoaderCount, SamplerIterator, ranks_of
+from shade.data._sampler.rank_shard import LoaderCount, SamplerIterator, check_place, place_of_node, ranks_of
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
 from shade.sampling import num_steps, rank_positions
@@ -509,7 +509,7 @@ class MixtureSampler(Sampler[PackedSequence]):
             "shares": list(self._share_S),
             "losses": list(self._loss_S),
             "totals": [self._losses.total_S.tolist(), self._losses.count_S.tolist()],
-        }
+        } | place_of_node(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a `state_dict`: the same sequences follow, on any number of ranks with the same global batch.
@@ -525,6 +525,7 @@ class MixtureSampler(Sampler[PackedSequence]):
             if theirs != mine:
                 cure = "resume with the sources of that run" if name == "sources" else "resume with the saved settings"
                 raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, cure)
+        check_place(state)
         if self._merger is not None:
             self._merger.flush()
         self._before = dict(state["before"])

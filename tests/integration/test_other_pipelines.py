@@ -71,8 +71,7 @@ class FileReads:
 # ── torchdata's nodes ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("threads", [0, 3])
-@pytest.mark.parametrize("stop", [1, 13, 25, 33, 50])
+@pytest.mark.parametrize(("stop", "threads"), [(13, 3), (25, 3), (33, 0), (50, 3)])
 def test_a_loader_of_nodes_continues_in_mid_epoch(stop: int, threads: int) -> None:
     """Stopped in an epoch, and right after its last step; the state comes from threads that read ahead."""
     nodes = example("torchdata_nodes", "torchdata")
@@ -262,9 +261,9 @@ def test_the_trainer_resumes_a_hugging_face_data_set_without_reading_what_it_ski
             super().__init__()
             self.line, self.seen = torch.nn.Linear(16, 64), []
 
-        def forward(self, point: torch.Tensor, label: torch.Tensor, index: torch.Tensor) -> Any:
+        def forward(self, point: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> Any:
             self.seen.append(index.tolist())
-            return (torch.nn.functional.cross_entropy(self.line(point), label),)
+            return (torch.nn.functional.cross_entropy(self.line(point), labels),)
 
     def train(folder: str, checkpoint: Path | None = None) -> Model:
         torch.manual_seed(0)
@@ -291,7 +290,10 @@ def test_the_trainer_resumes_a_hugging_face_data_set_without_reading_what_it_ski
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
-def test_actors_of_ray_data_read_in_the_samplers_order_through_one_cache(tmp_path: Path) -> None:
+def test_actors_of_ray_data_read_in_the_samplers_order_through_one_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'examples'}")  # of the workers
     module = example("ray_data", "ray.data")
     ray: Any = importlib.import_module("ray")
     data = FileReads(tmp_path / "reads")
@@ -299,7 +301,7 @@ def test_actors_of_ray_data_read_in_the_samplers_order_through_one_cache(tmp_pat
     cache = f"disk://{tmp_path}/cache?capacity=1GiB"
     path = str(tmp_path / "reads")
 
-    class Reads(module.ReadThroughCache):  # type: ignore[name-defined,misc]  # pickled by value, with what it uses
+    class Reads(module.ReadThroughCache):  # type: ignore[name-defined,misc]  # pickled with what it uses
         def __init__(self, cache: str) -> None:
             from pathlib import Path
 
@@ -314,8 +316,8 @@ def test_actors_of_ray_data_read_in_the_samplers_order_through_one_cache(tmp_pat
 
             self._dataset = ShadeDataset(Rows(), cache=cache, working_set_fraction=1.0, version="1")
 
+    monkeypatch.setattr(module, "ReadThroughCache", Reads)
     try:
-        module.ReadThroughCache, before = Reads, module.ReadThroughCache
         sampler = ShadeSampler(data, batch_size=module.BATCH, mode="uniform")
         read = ShadeSampler(data, batch_size=module.BATCH, mode="uniform")
         for epoch in range(2):
@@ -323,8 +325,7 @@ def test_actors_of_ray_data_read_in_the_samplers_order_through_one_cache(tmp_pat
                 each.set_epoch(epoch)
             expected = np.array(list(sampler)).reshape(-1, module.BATCH).tolist()
             assert indices_of(module.batches_of(read, cache)) == expected
-            probes = Counter(data.take())
-            assert sum(probes.values()) - 64 * (1 - epoch) <= 2 * 48, "the probes of two actors, and each sample once"
+            num_probes = 2 * 48  # of two actors
+            assert len(data.take()) - num_probes <= (0 if epoch else 64)
     finally:
-        module.ReadThroughCache = before
         ray.shutdown()

@@ -235,8 +235,9 @@ class BatchReader:
         is_right = bool(found) and min(found) >= 0 and max(found) < len(self)
         return found if is_right else [self.checked(index) for index in found]
 
-    def fetch(self, indices: Sequence[int]) -> list[Any]:
-        """Fetches the payloads of a batch: one round to the cache, one to the origin.
+    def fetch(self, indices: Sequence[int], turn: threading.Lock | None = None) -> list[Any]:
+        """Fetches the payloads of a batch: one round to the cache, one to the origin. A ``turn`` that is held is left to
+        others while the origin is read.
 
         Returns payloads in order, with an exception in place of one that cannot be read. Raises DataError if the origin
         has other content than the cache.
@@ -245,7 +246,7 @@ class BatchReader:
             payloads, hits = self._source.read_many(list(indices), not_counted), [False] * len(indices)
         else:
             near = set[int]()
-            payloads, hits = self._cache.fetch_many(indices, partial(self._read_origin, near))
+            payloads, hits = self._cache.fetch_many(indices, partial(self._read_origin, near, turn))
             hits = [hit or index in near for index, hit in zip(indices, hits, strict=True)] if near else hits
             if self._source.compares_hits:
                 self._compare_hits(indices, payloads, hits)
@@ -272,11 +273,12 @@ class BatchReader:
                     "items are random, move that into transform=, or pass version= to keep the first draw",
                 )
 
-    def _read_origin(self, near: set[int], absent: list[int]) -> list[Any]:
+    def _read_origin(self, near: set[int], turn: threading.Lock | None, absent: list[int]) -> list[Any]:
         """Reads what no cache has; adds the samples that the source had near to ``near``."""
         assert self._cache is not None
         source = self._source
-        payloads, found = read_nearest(source, absent, self._cache.count_origin)
+        with contextlib.nullcontext() if turn is None else _left(turn):
+            payloads, found = read_nearest(source, absent, self._cache.count_origin)
         if found:
             self._cache.count_near(len(found), sum(map(len, found.values())))
             near.update(found)
@@ -405,11 +407,22 @@ _LAST_ROW = 126
 """Where the readers of other threads begin to count, downwards: a DataLoader numbers its workers from 0."""
 
 
+@contextlib.contextmanager
+def _left(turn: threading.Lock) -> Iterator[None]:
+    """Leaves a turn to others for a while."""
+    turn.release()
+    try:
+        yield
+    finally:
+        turn.acquire()
+
+
 class ReaderPool:
     """The readers of one process: the first one, and others while several threads read at once.
 
     Threads that the user's pipeline starts (Grain, torchdata's nodes) may come and go, so a reader belongs to nobody
-    for longer than a batch.
+    for longer than a batch. The origin is read in all threads at once; the cache is asked by one at a time, because
+    sixteen threads that take turns at the interpreter's lock make a round of 1 ms last 100 ms, for all of them.
     """
 
     def __init__(self, reader: BatchReader) -> None:
@@ -418,18 +431,17 @@ class ReaderPool:
 
     def _per_process(self) -> None:
         self._pid, self._free, self._num_others = os.getpid(), [(-1, self._reader)], 0
-        self.drawing = threading.Lock()
-        """Held while random transforms run, because they draw from generators of the process."""
+        self._asking, self._drawing = threading.Lock(), threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_reader": self._reader}
+        return {"reader": self._reader}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**{"reader": state["_reader"]})  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
-    @contextlib.contextmanager
-    def reader(self, worker: int) -> Iterator[BatchReader]:
-        """Lends a reader for one batch; ``worker`` is the DataLoader's worker id, or −1."""
+    def read(self, indices: Sequence[int], seed: int, worker: int, *, collates: bool) -> list[Any]:
+        """Returns a batch as `BatchReader.finish` or `BatchReader.finish_collated` does; ``worker`` is the DataLoader's
+        worker id, or −1. Random transforms run in one thread at a time: they draw from the process's generators."""
         if self._pid != os.getpid():
             self._per_process()
         free = self._free
@@ -439,8 +451,11 @@ class ReaderPool:
             number = _LAST_ROW - self._num_others
             self._num_others += 1
             reader = self._reader.for_worker(number)
-        reader.enter_worker(worker if number == -1 else number)
         try:
-            yield reader
+            reader.enter_worker(worker if number == -1 else number)
+            with self._asking:
+                payloads = reader.fetch(indices, self._asking)
+            with self._drawing if reader.may_draw else contextlib.nullcontext():
+                return (reader.finish_collated if collates else reader.finish)(indices, payloads, seed)
         finally:
             free.append((number, reader))

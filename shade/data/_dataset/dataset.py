@@ -5,14 +5,13 @@ the cache and one parallel round to the origin instead of one of each a sample. 
 ``(sample, target, index)``; the loop reports the sample's loss under that index.
 
 It works in the training process and in workers under fork, spawn and forkserver: all that it holds pickles. Several
-threads may ask for batches at once; each fetches for itself, and random transforms run in one at a time.
+threads may ask for batches at once: they read the origin together (`ReaderPool`).
 
 Invariant: samples are those of the wrapped data set, pixel for pixel, whether the cache is cold, warm, wrong or dead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import warnings
@@ -347,10 +346,7 @@ class ShadeDataset(Dataset[Any]):
             )
         worker = get_worker_info()
         self._transforms.refresh()
-        with self._readers.reader(-1 if worker is None else worker.id) as reader:
-            payloads = reader.fetch(indices)
-            with self._readers.drawing if reader.may_draw else contextlib.nullcontext():
-                return (reader.finish_collated if collates else reader.finish)(indices, payloads, seed)
+        return self._readers.read(indices, seed, -1 if worker is None else worker.id, collates=collates)
 
     def check_forecast(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Compares the prediction that chose the cached format with what happened.

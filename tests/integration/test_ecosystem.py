@@ -31,6 +31,7 @@ NEEDS = {
     "audio": ("datasets",),
     "grain_source": ("grain",),
     "torchdata_nodes": ("torchdata",),
+    "video_clips": ("av",),
     "huggingface_datasets": ("datasets",),
     "ray_data": ("ray.data",),
     "ray_train": ("ray.train.torch",),

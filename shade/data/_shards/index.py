@@ -214,8 +214,15 @@ def _packed(values_P: Lengths) -> Lengths:
 
 
 class ShardFormat(ABC):
-    """Finds and reads the samples of one kind of shard. It holds nothing of a shard."""
+    """Finds and reads the samples of one kind of shard. It holds nothing of a shard.
 
+    A format of a user's own is passed to `Shards` as ``format``: a dataclass that overrides `scan` and `row`, and
+    `payloads` where a piece's bytes alone are not enough to make its sample. Its repr is part of the index's name and of
+    the cache's; so a field such as ``version`` is to change when `scan` or `payloads` do.
+    """
+
+    suffixes: tuple[str, ...] = ()
+    """Ends of the names of its shards, without dots; for a folder."""
     keeps_rows: bool = False
     """Whether reading one row of a piece takes as long as reading all."""
 
@@ -224,6 +231,11 @@ class ShardFormat(ABC):
     reads: str = ""
     extra: str = ""
     """The extra that installs it."""
+
+    @property
+    def identity(self) -> str:
+        """Returns what tells it from others of its class; empty for those that are registered."""
+        return "" if type(self) in map(FORMATS.get, FORMATS) else repr(self)
 
     def require(self) -> None:
         """Raises ConfigError, with the command that installs it, if the library is missing."""
@@ -244,10 +256,10 @@ class ShardFormat(ABC):
         None for a format that is read. Asked for each batch."""
         return None
 
-    @abstractmethod
     def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
-        """Returns the payloads of some rows of a piece, or of all. ``parts`` are `RangeParts`, or what `opened`
-        returned. Raises UnlikeIndexError if its bytes are not what the index says."""
+        """Returns the payloads of some rows of a piece, or of all: what is cached. ``parts`` are `RangeParts`, or what
+        `opened` returned. Raises UnlikeIndexError if its bytes are not what the index says."""
+        return [bytes(parts.range(*scan.span(piece)))]
 
     @abstractmethod
     def row(self, scan: ShardScan, payload: Any, columns: Columns) -> dict[str, Any]:
@@ -304,6 +316,7 @@ class ShardIndex:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.entries, self._folder, self._options = list(entries), folder, dict(options or {})
+        self._identity = shard_format.identity
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
@@ -323,7 +336,7 @@ class ShardIndex:
         self._last_row_P = [
             None if len(scan.rows_P) == scan.rows_P.sum() else np.cumsum(scan.rows_P) for scan in self.scans
         ]
-        digest = xxhash.xxh3_64(f"{_VERSION} {type(shard_format).__name__}".encode())
+        digest = xxhash.xxh3_64(f"{_VERSION} {self._identity or type(shard_format).__name__}".encode())
         for entry in self.entries:
             digest.update(f"{entry.url.rpartition('/')[2]} {entry.num_bytes} {entry.version}\n".encode())
         self.fingerprint = digest.hexdigest()
@@ -336,7 +349,7 @@ class ShardIndex:
         """Returns the path of a shard's index."""
         url = self.entries[shard].url
         name = url.rpartition("/")[2].partition("?")[0][-80:]
-        return Path(self._folder, f"{name}-{xxhash.xxh3_64_hexdigest(url.encode())}.index")
+        return Path(self._folder, f"{name}-{xxhash.xxh3_64_hexdigest((url + self._identity).encode())}.index")
 
     def place_of(self, index: int) -> tuple[int, int, int]:
         """Returns shard, piece and row of a sample."""

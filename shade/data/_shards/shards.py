@@ -20,7 +20,7 @@ import glob
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -34,7 +34,7 @@ from shade.cache.entry import FORMAT_ITEM
 from shade.data._dataset.origin import ByteRange, FileOrigin, UrlOrigin, is_url, list_files, open_file_system
 from shade.data._dataset.source import CountOrigin, NearSource, checked_index, not_counted
 from shade.data._shards.blocks import Block, BlockTier, coalesced
-from shade.data._shards.index import FORMATS, RangeParts, ShardIndex, UnlikeIndexError, describe_shards
+from shade.data._shards.index import FORMATS, RangeParts, ShardFormat, ShardIndex, UnlikeIndexError, describe_shards
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place
 from shade.registry import did_you_mean
 from shade.store.disk import disk_url
@@ -78,9 +78,10 @@ class Shards(Dataset[Any]):
         disk: A folder of this machine's disk and the bytes that may lie there, such as
             ``"/nvme/shade?capacity=500GiB"``: blocks of 8 MiB are read as a whole, and their samples kept there.
         options: For fsspec, such as ``{"anon": True}``.
+        format: Finds the samples in shards of another kind, such as clips in videos; None: the shards' names say it.
 
     Raises:
-        ConfigError: An unknown kind of file, or a library that is not installed.
+        ConfigError: An unknown kind of file, a library that is not installed, or a format without a repr of its own.
         DataError: No shards, a missing column, a shard that is truncated or is not what its index says.
     """
 
@@ -93,10 +94,11 @@ class Shards(Dataset[Any]):
         index: str | os.PathLike[str] | None = None,
         disk: str | None = None,
         options: Mapping[str, Any] | None = None,
+        format: ShardFormat | None = None,
     ) -> None:
         url = None if disk is None else disk_url(disk)
-        urls = _listed(shards, options or {})
-        self._format = FORMATS.get(_suffix_of(urls))()
+        urls = _listed(shards, options or {}, FORMATS if format is None else format.suffixes)
+        self._format = FORMATS.get(_suffix_of(urls))() if format is None else _named(format)
         self._format.require()
         self._single = isinstance(columns, str)
         self._columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
@@ -466,28 +468,39 @@ def _numbered(pattern: str) -> list[str]:
     return [each for name in names for each in _numbered(name)]
 
 
-def _listed(shards: Any, options: Mapping[str, Any]) -> list[str]:
+def _named(shard_format: ShardFormat) -> ShardFormat:
+    """Returns a user's format; raises ConfigError if its repr, which names its index, is another one in each process."""
+    if f"{id(shard_format):x}" in repr(shard_format):
+        raise ConfigError.of(
+            "a format whose repr says its arguments, because that names the index",
+            repr(shard_format),
+            "make the class a dataclass, or write its __repr__",
+        )
+    return shard_format
+
+
+def _listed(shards: Any, options: Mapping[str, Any], suffixes: Container[str]) -> list[str]:
     """Returns the shards that patterns stand for, each once, in the order of their names within a pattern."""
     patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
     urls = dict.fromkeys(
-        url for pattern in patterns for name in _numbered(os.fspath(pattern)) for url in _found(name, options)
+        url for pattern in patterns for name in _numbered(os.fspath(pattern)) for url in _found(name, options, suffixes)
     )
     if not urls:
         raise DataError.of("shards", shards, "check the path")
     return list(urls)
 
 
-def _found(name: str, options: Mapping[str, Any]) -> list[str]:
+def _found(name: str, options: Mapping[str, Any], suffixes: Container[str]) -> list[str]:
     if is_url(name):
-        if _is_shard(name) and "*" not in name:
+        if _is_shard(name, suffixes) and "*" not in name:
             return [name]
         if "*" not in name:
-            return [entry.url for entry in list_files(name, options) if _is_shard(entry.url)]
+            return [entry.url for entry in list_files(name, options) if _is_shard(entry.url, suffixes)]
         file_system = open_file_system(name, options)
         return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(name))
     name = os.path.abspath(name)
     if os.path.isdir(name):
-        return sorted(each for each in glob.glob(os.path.join(glob.escape(name), "*")) if _is_shard(each))
+        return sorted(each for each in glob.glob(os.path.join(glob.escape(name), "*")) if _is_shard(each, suffixes))
     return sorted(glob.glob(name)) if glob.has_magic(name) else [name]
 
 
@@ -495,8 +508,8 @@ def _suffix(url: str) -> str:
     return url.partition("?")[0].rpartition("/")[2].rpartition(".")[2].lower()
 
 
-def _is_shard(url: str) -> bool:
-    return _suffix(url) in FORMATS and not url.endswith("lock.mdb")
+def _is_shard(url: str, suffixes: Container[str]) -> bool:
+    return _suffix(url) in suffixes and not url.endswith("lock.mdb")
 
 
 def _suffix_of(urls: Sequence[str]) -> str:

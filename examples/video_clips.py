@@ -155,8 +155,8 @@ def main() -> None:
         sampler = ShadeSampler(dataset, batch_size=8, mode="uniform")
         for epoch in range(2):
             sampler.set_epoch(epoch)
-            for frames, files, firsts, _ in DataLoader(dataset, batch_size=8, sampler=sampler):
-                pass
+            for batch in DataLoader(dataset, batch_size=8, sampler=sampler):
+                frames, files, firsts, _ = batch
         with av.open(files[0]) as container:
             whole = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         same = np.array_equal(frames[0].numpy(), whole[int(firsts[0]) : int(firsts[0]) + 8])

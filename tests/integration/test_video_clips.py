@@ -246,4 +246,3 @@ def test_a_damaged_clip_is_a_bad_sample(tmp_path: Path) -> None:
     os.utime(tmp_path / "a.mp4", ns=(status.st_atime_ns, status.st_mtime_ns))  # which the index cannot see
     with pytest.raises(BadSampleError, match=r"sample 4 of .*a\.mp4"):
         shards[4]
-

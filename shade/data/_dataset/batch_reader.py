@@ -236,8 +236,8 @@ class BatchReader:
         return found if is_right else [self.checked(index) for index in found]
 
     def fetch(self, indices: Sequence[int], turn: threading.Lock | None = None) -> list[Any]:
-        """Fetches the payloads of a batch: one round to the cache, one to the origin. A ``turn`` that is held is left to
-        others while the origin is read.
+        """Fetches the payloads of a batch: one round to the cache, one to the origin. A ``turn`` that the caller holds
+        is left to others while the origin is read.
 
         Returns payloads in order, with an exception in place of one that cannot be read. Raises DataError if the origin
         has other content than the cache.

@@ -341,9 +341,7 @@ class ShadeDataset(Dataset[Any]):
         seed, collates = getattr(indices, "seed", 0), getattr(indices, "collates", False)
         indices = self._reader.checked_many(indices)
         if self.cache is not None and not self.cache.store.shared and self._pid != os.getpid():
-            raise ConfigError.of(
-                "a store that processes share", self.cache.store.url, "use local://, or num_workers=0"
-            )
+            raise ConfigError.of("a store that processes share", self.cache.store.url, "use local://, or num_workers=0")
         worker = get_worker_info()
         self._transforms.refresh()
         return self._readers.read(indices, seed, -1 if worker is None else worker.id, collates=collates)

@@ -217,8 +217,8 @@ class ShardFormat(ABC):
     """Finds and reads the samples of one kind of shard. It holds nothing of a shard.
 
     A format of a user's own is passed to `Shards` as ``format``: a dataclass that overrides `scan` and `row`, and
-    `payloads` where a piece's bytes alone are not enough to make its sample. Its repr is part of the index's name and of
-    the cache's; so a field such as ``version`` is to change when `scan` or `payloads` do.
+    `payloads` where a piece's bytes alone are not enough to make its sample. Its repr is part of the names of index and
+    cache; so a field such as ``version`` is to change when `scan` or `payloads` do.
     """
 
     suffixes: tuple[str, ...] = ()

@@ -469,7 +469,7 @@ def _numbered(pattern: str) -> list[str]:
 
 
 def _named(shard_format: ShardFormat) -> ShardFormat:
-    """Returns a user's format; raises ConfigError if its repr, which names its index, is another one in each process."""
+    """Returns a user's format; raises ConfigError if its repr, which names its index, differs between processes."""
     if f"{id(shard_format):x}" in repr(shard_format):
         raise ConfigError.of(
             "a format whose repr says its arguments, because that names the index",

@@ -399,9 +399,8 @@ def test_documents_of_a_shade_dataset_come_from_its_cache_a_batch_at_a_time(monk
     for found, expected in zip(data.__getitems__(batch), map(plain.__getitem__, batch), strict=True):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert len(asked) == 1
-    assert sorted(asked[0]) == sorted(
-        {piece.document for packed in batch for piece in packed.pieces if not piece.source}
-    )
+    wanted = {piece.document for each in batch for piece in each.pieces if piece.source == 0}
+    assert sorted(asked[0]) == sorted(wanted)
     assert documents.reads == []
     assert data.stats()["hits"] == web.stats()["hits"] > 0
     assert 0 < data.stats()["hit_ratio"] < 1  # the first read was to learn the lengths

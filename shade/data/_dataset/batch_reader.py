@@ -243,7 +243,8 @@ class BatchReader:
         has other content than the cache.
         """
         if self._cache is None:
-            payloads, hits = self._source.read_many(list(indices), not_counted), [False] * len(indices)
+            with _left(turn):
+                payloads, hits = self._source.read_many(list(indices), not_counted), [False] * len(indices)
         else:
             near = set[int]()
             payloads, hits = self._cache.fetch_many(indices, partial(self._read_origin, near, turn))
@@ -275,10 +276,13 @@ class BatchReader:
 
     def _read_origin(self, near: set[int], turn: threading.Lock | None, absent: list[int]) -> list[Any]:
         """Reads what no cache has; adds the samples that the source had near to ``near``."""
+        with _left(turn):
+            return self._read_absent(near, absent)
+
+    def _read_absent(self, near: set[int], absent: list[int]) -> list[Any]:
         assert self._cache is not None
         source = self._source
-        with contextlib.nullcontext() if turn is None else _left(turn):
-            payloads, found = read_nearest(source, absent, self._cache.count_origin)
+        payloads, found = read_nearest(source, absent, self._cache.count_origin)
         if found:
             self._cache.count_near(len(found), sum(map(len, found.values())))
             near.update(found)
@@ -408,8 +412,11 @@ _LAST_ROW = 126
 
 
 @contextlib.contextmanager
-def _left(turn: threading.Lock) -> Iterator[None]:
-    """Leaves a turn to others for a while."""
+def _left(turn: threading.Lock | None) -> Iterator[None]:
+    """Leaves a turn that is held, if there is one, to others for a while."""
+    if turn is None:
+        yield
+        return
     turn.release()
     try:
         yield
@@ -420,9 +427,9 @@ def _left(turn: threading.Lock) -> Iterator[None]:
 class ReaderPool:
     """The readers of one process: the first one, and others while several threads read at once.
 
-    Threads that the user's pipeline starts (Grain, torchdata's nodes) may come and go, so a reader belongs to nobody
-    for longer than a batch. The origin is read in all threads at once; the cache is asked by one at a time, because
-    sixteen threads that take turns at the interpreter's lock make a round of 1 ms last 100 ms, for all of them.
+    Threads that the user's pipeline starts (Grain, torchdata's nodes) may come and go, so a thread has a reader for one
+    batch. The origin is read in all threads at once; the cache is asked by one at a time, because sixteen threads that
+    take turns at the interpreter's lock make a round of 1 ms last 100 ms, for all of them.
     """
 
     def __init__(self, reader: BatchReader) -> None:
@@ -459,3 +466,8 @@ class ReaderPool:
                 return (reader.finish_collated if collates else reader.finish)(indices, payloads, seed)
         finally:
             free.append((number, reader))
+
+    def close(self) -> None:
+        """Closes the readers. Safe to call twice."""
+        for _, reader in self._free:
+            reader.close()

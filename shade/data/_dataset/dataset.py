@@ -359,7 +359,7 @@ class ShadeDataset(Dataset[Any]):
 
     def close(self) -> None:
         """Closes the cache (and a private server) and the access log. Safe to call twice."""
-        self._reader.close()
+        self._readers.close()
         if self.cache is not None:
             self.cache.close()
 

@@ -79,7 +79,7 @@ class _Items:
 
     def __init__(self, name: str, dataset: Any) -> None:
         self._name, self._dataset = name, dataset
-        # A ShadeDataset is told by its method: this package does not import its own.
+        # A ShadeDataset is recognised by its method, because the layers forbid the import.
         self.cached = dataset if hasattr(dataset, "check_forecast") else None
         count, step = len(dataset), _READ_AT_ONCE
         parts = (self._items(range(first, min(first + step, count))) for first in range(0, count, step))

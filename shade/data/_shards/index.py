@@ -234,7 +234,7 @@ class ShardFormat(ABC):
 
     @property
     def identity(self) -> str:
-        """Returns what tells it from others of its class; empty for those that are registered."""
+        """Returns its name in an index, with its arguments; empty for a format that is registered."""
         return "" if type(self) in map(FORMATS.get, FORMATS) else repr(self)
 
     def require(self) -> None:

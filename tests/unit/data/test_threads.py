@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,12 +71,38 @@ def test_threads_get_what_they_ask_for_and_each_access_counts_once(fraction: flo
     dataset.close()
 
 
-def test_several_reads_of_the_origin_are_under_way_at_once() -> None:
+@pytest.mark.parametrize("cache", [None, "memory://"])
+def test_several_reads_of_the_origin_are_under_way_at_once(cache: str | None) -> None:
     points = Points()
-    dataset = ShadeDataset(points, cache="memory://", version="1")
+    dataset = ShadeDataset(points, cache=cache, version="1")
     points.meeting = threading.Barrier(NUM_THREADS, timeout=30)
     in_threads(dataset, cut(list(range(NUM_THREADS)), 1))  # else the barrier breaks, and says so
     dataset.close()
+
+
+def test_a_prefix_runs_in_several_threads_at_once() -> None:
+    meeting = [threading.Barrier(1, timeout=30)]
+
+    def meets(point: torch.Tensor) -> torch.Tensor:
+        meeting[0].wait()
+        return point
+
+    dataset = ShadeDataset(Points(), cache="memory://", prefix=meets, version="1")
+    meeting[0] = threading.Barrier(NUM_THREADS, timeout=30)
+    in_threads(dataset, cut(list(range(NUM_THREADS)), 1))
+    dataset.close()
+
+
+def test_closing_closes_the_access_log_of_every_thread(tmp_path: Path) -> None:
+    points = Points()
+    dataset = ShadeDataset(points, cache="memory://", version="1", log=tmp_path / "log")
+    points.meeting = threading.Barrier(NUM_THREADS, timeout=30)
+    before = len(os.listdir("/proc/self/fd"))
+    in_threads(dataset, cut(list(range(NUM_THREADS)), 1))
+    assert len(os.listdir("/proc/self/fd")) == before + NUM_THREADS
+    dataset.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert sorted((tmp_path / "log").read_text().split()[1::2]) == sorted(map(str, range(NUM_THREADS)))
 
 
 def test_random_transforms_draw_for_their_batch_and_for_no_other_threads() -> None:

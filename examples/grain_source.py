@@ -7,13 +7,11 @@
 caches. The first samples that are read stay in the cache, up to ``working_set_fraction`` of them.
 
 What to know: Grain draws the order, so there is no importance sampling and no plan for the cache. Worker processes
-count their hits for themselves; ``dataset.stats()`` has those of this process. Grain reads in many threads, and the
-cache takes one of them at a time: take worker processes to read several samples at once.
+count their hits for themselves; ``dataset.stats()`` has those of this process.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import grain
@@ -38,26 +36,18 @@ class ShadeSource:
 
     def __init__(self, dataset: ShadeDataset) -> None:
         self._dataset = dataset
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns one sample, as arrays that Grain stacks into batches."""
-        with self._lock:
-            point, label, number = self._dataset[index]
+        """Returns one sample, as arrays that Grain stacks into batches; Grain calls it in many threads."""
+        point, label, number = self._dataset[index]
         return {"point": np.asarray(point), "label": np.int64(label), "index": np.int64(number)}
 
     def __repr__(self) -> str:
         """Grain compares this text when it restores a state: it names the data, and not the hits so far."""
         return f"ShadeSource(num_samples={len(self)})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_dataset": self._dataset}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_dataset"])  # type: ignore[misc]  # a worker process makes a lock of its own
 
 
 def main() -> None:

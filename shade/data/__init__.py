@@ -17,10 +17,14 @@ __all__ = [
     "MixtureReceipt",
     "MixtureSampler",
     "PackedDataset",
+    "RangeParts",
     "RemoteImageFolder",
     "ShadeDataset",
     "ShadeLoader",
     "ShadeSampler",
+    "ShardFile",
+    "ShardFormat",
+    "ShardScan",
     "Shards",
     "cu_seqlens",
 ]
@@ -29,8 +33,10 @@ if TYPE_CHECKING:
     from shade.data._dataset.dataset import ShadeDataset
     from shade.data._dataset.source import RemoteImageFolder
     from shade.data._loader.loader import ShadeLoader
-    from shade.data._sampler.mixture import MixtureReceipt, MixtureSampler, PackedDataset, cu_seqlens
+    from shade.data._sampler.mixture import MixtureReceipt, MixtureSampler
+    from shade.data._sampler.packed import PackedDataset, cu_seqlens
     from shade.data._sampler.sampler import ForgottenCallWarning, ShadeSampler
+    from shade.data._shards.index import RangeParts, ShardFile, ShardFormat, ShardScan
     from shade.data._shards.shards import Shards
 else:
     __getattr__, __dir__ = lazy(
@@ -39,8 +45,10 @@ else:
             "shade.data._dataset.dataset": ["ShadeDataset"],
             "shade.data._dataset.source": ["RemoteImageFolder"],
             "shade.data._loader.loader": ["ShadeLoader"],
-            "shade.data._sampler.mixture": ["MixtureReceipt", "MixtureSampler", "PackedDataset", "cu_seqlens"],
+            "shade.data._sampler.mixture": ["MixtureReceipt", "MixtureSampler"],
+            "shade.data._sampler.packed": ["PackedDataset", "cu_seqlens"],
             "shade.data._sampler.sampler": ["ForgottenCallWarning", "ShadeSampler"],
+            "shade.data._shards.index": ["RangeParts", "ShardFile", "ShardFormat", "ShardScan"],
             "shade.data._shards.shards": ["Shards"],
         },
     )

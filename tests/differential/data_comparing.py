@@ -20,7 +20,7 @@ REFUSALS = {
     "ShadeLoader on a wrapper": r"expected a ShadeDataset, got",
     "a sample of an unknown class": r"cannot encode index .* pass ShadeDataset\(…, encode=",
     "a list of parts": r"as a tuple, such as \(image, label\)",
-    "a private store with workers": r"a store that DataLoader workers share",
+    "a private store with workers": r"a store that processes share",
     "a batch larger than the data set": r"batch_size × ranks of at most",
     "loader's batch is not the sampler's": r"give loader and sampler one batch_size",
     "ranks without torch.distributed": r"torch\.distributed to be initialised",

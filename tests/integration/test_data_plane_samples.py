@@ -214,7 +214,7 @@ def test_a_memory_store_is_not_shared_with_workers_and_says_so() -> None:
 def test_a_loader_without_our_sampler_profits_too(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shade.cache.breaker.SLOW_SECONDS", 60.0)  # a busy machine is no reason to leave the cache alone
+    monkeypatch.setattr("shade.cache.breaker.SLOW_SECONDS", 60.0)  # a busy machine is no reason to close the cache
     wrapped = ImageFolder(str(pictures))
     dataset = ShadeDataset(wrapped, cache=URL, working_set_fraction=0.5)
     dataset.source._origin = CountingOrigin(str(tmp_path / "reads"))  # type: ignore[attr-defined]

@@ -30,9 +30,13 @@ NEEDS = {
     "transformers_trainer": ("torchdata", "transformers", "accelerate", "datasets"),
     "audio": ("datasets",),
     "grain_source": ("grain",),
+    "torchdata_nodes": ("torchdata",),
+    "video_clips": ("av",),
+    "huggingface_datasets": ("datasets",),
+    "ray_data": ("ray.data",),
     "ray_train": ("ray.train.torch",),
 }
-SLOW = {"ray_train"}
+SLOW = {"ray_data", "ray_train"}
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -367,7 +371,8 @@ def grain_source(tmp_path: Path) -> tuple[FilesRead, ShadeDataset, Any]:
 
 
 @pytest.mark.redis
-def test_a_source_is_what_grain_takes_and_half_of_it_is_cached(tmp_path: Path) -> None:
+def test_a_source_is_what_grain_takes_and_half_of_it_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shade.cache.breaker.SLOW_SECONDS", 1e9)
     files, dataset, source = grain_source(tmp_path)
     grain: Any = importlib.import_module("grain")
     assert isinstance(source, grain.sources.RandomAccessDataSource)
@@ -379,7 +384,8 @@ def test_a_source_is_what_grain_takes_and_half_of_it_is_cached(tmp_path: Path) -
         seen += batch["index"].tolist()
     assert sorted(seen) == sorted([*range(60), *range(60)])
     assert seen[:60] != seen[60:]
-    assert files.num_reads() - before == 60 + 30
+    num_threads = 16  # of Grain; near the limit each may have room for its sample that another would have used
+    assert 60 + 30 <= files.num_reads() - before <= 60 + 30 + num_threads
     dataset.close()
 
 
@@ -404,7 +410,8 @@ def test_a_grain_loader_continues_in_mid_epoch(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-def test_grains_worker_processes_share_the_cache(tmp_path: Path) -> None:
+def test_grains_worker_processes_share_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")  # of the workers
     files, dataset, source = grain_source(tmp_path)
     grain: Any = importlib.import_module("grain")
     options = grain.multiprocessing.MultiprocessingOptions(num_workers=2)

@@ -31,3 +31,4 @@ def test_killed_ranks_take_the_stream_of_an_uninterrupted_run(num_kills: int, se
     assert found["sequences"] >= 240
     assert len({tuple(shares) for shares in found["shares"]}) == len(found["shares"])  # they followed the losses
     assert found["filled"] >= 0.98
+    assert found["hits"] > 0  # of the last ranks, whose documents come from the cache

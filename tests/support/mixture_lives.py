@@ -1,5 +1,7 @@
 """Trains nothing on a packed mixture, in real ranks that are killed at any moment, and compares the streams.
 
+In every other life, documents of two sources come from a cache on disk that outlives the ranks, and ShadeLoader loads.
+
 ``python -m tests.support.mixture_lives FOLDER KILLS SEED`` writes FOLDER/found.json. Each life forks 4, 3, 1 or 6 ranks
 in turn, which continue from the last saved state. Every rank appends what it got to a file: position and hash.
 """
@@ -24,6 +26,7 @@ import torch.distributed as dist
 import xxhash
 from torch.utils.data import DataLoader
 
+from shade import ShadeDataset, ShadeLoader
 from shade.data import MixtureSampler, PackedDataset
 
 RANKS = (4, 3, 1, 6)
@@ -31,12 +34,16 @@ GLOBAL_BATCH, ROUND = 12, 120
 WEIGHTS = {"web": 0.6, "code": 0.3, "books": 0.1}
 
 
-def data() -> PackedDataset:
-    sources = {}
+def data(cache: str | None = None) -> PackedDataset:
+    sources: dict[str, Any] = {}
     for number, (name, mean, count) in enumerate((("web", 30, 600), ("code", 90, 60), ("books", 700, 4))):
         source = np.random.default_rng(number)
         ends = np.cumsum(source.geometric(1 / mean, count))
-        sources[name] = (source.integers(0, 50_000, ends[-1]).astype(np.uint16), np.concatenate([[0], ends]))
+        tokens = source.integers(0, 50_000, ends[-1]).astype(np.uint16)
+        sources[name] = (tokens, np.concatenate([[0], ends]))
+        if cache is not None and name != "web":
+            documents = [torch.from_numpy(each.astype(np.int32)) for each in np.split(tokens, ends[:-1])]
+            sources[name] = ShadeDataset(documents, cache, working_set_fraction=0.5, version=name)
     return PackedDataset(sources, length=128)
 
 
@@ -57,11 +64,11 @@ def losses_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (batch["tokens"] * 7919 % 101) / 50 + (batch["sources"] == 1) * (batch["tokens"] % 5)
 
 
-def steps(sampler: MixtureSampler, dataset: PackedDataset, num_workers: int) -> Any:
+def steps(sampler: MixtureSampler, dataset: PackedDataset, num_workers: int, loader: Any = DataLoader) -> Any:
     """Yields (step of the run, this rank's batch) for ever; the caller reports."""
     step = sampler.round * sampler.num_steps + sampler.steps_done
     while True:
-        for batch in DataLoader(dataset, batch_size=sampler.batch_size, sampler=sampler, num_workers=num_workers):
+        for batch in loader(dataset, batch_size=sampler.batch_size, sampler=sampler, num_workers=num_workers):
             yield step, batch
             step += 1
 
@@ -70,12 +77,13 @@ def live(folder: Path, life: int, rank: int, world_size: int, last_step: int | N
     """One rank of one life."""
     if world_size > 1:
         dist.init_process_group("gloo", f"file://{folder}/meet{life}", rank=rank, world_size=world_size)
-    dataset, saved = data(), folder / "state.json"
+    is_ours, saved = life % 2 == 0, folder / "state.json"
+    dataset = data(f"disk://{folder}/cache?capacity=4MiB" if is_ours else None)
     sampler = sampler_of(dataset, world_size)
     if saved.exists():
         sampler.load_state_dict(json.loads(saved.read_text()))
     with open(folder / f"got-{life}-{rank}", "a", buffering=1) as got:
-        for step, batch in steps(sampler, dataset, num_workers=1 if world_size < 4 else 0):
+        for step, batch in steps(sampler, dataset, 1 if world_size < 4 else 0, ShadeLoader if is_ours else DataLoader):
             if step == last_step:
                 break
             for place, tokens in enumerate(batch["tokens"]):
@@ -86,6 +94,8 @@ def live(folder: Path, life: int, rank: int, world_size: int, last_step: int | N
             if rank == 0:
                 (folder / "new").write_text(json.dumps(state))
                 os.replace(folder / "new", saved)
+    if is_ours:
+        (folder / f"hits-{life}-{rank}").write_text(str(dataset.stats()["hits"]))
     sampler.close()
 
 
@@ -164,6 +174,7 @@ def main(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
         "beyond": max(got) >= len(hashes),
         "shares": [list(receipt.wanted.values()) for receipt in receipts],
         "filled": min(receipt.filled for receipt in receipts),
+        "hits": sum(float(path.read_text()) for path in folder.glob("hits-*")),
     }
 
 

@@ -9,11 +9,13 @@ It pickles into workers under fork, spawn and forkserver; the access log is open
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -218,6 +220,11 @@ class BatchReader:
             other._cache = self._cache.for_thread(number)
         return other
 
+    def enter_worker(self, worker: int) -> None:
+        """Prepares the process that fetches; ``worker`` is the DataLoader's worker id, or −1."""
+        if self._cache is not None:
+            self._cache.enter_worker(worker)
+
     def checked(self, index: int) -> int:
         """Returns an index in [0, N), as `checked_index` does."""
         return checked_index(index, len(self))
@@ -228,18 +235,20 @@ class BatchReader:
         is_right = bool(found) and min(found) >= 0 and max(found) < len(self)
         return found if is_right else [self.checked(index) for index in found]
 
-    def fetch(self, indices: Sequence[int]) -> list[Any]:
-        """Fetches the payloads of a batch: one round to the cache, one to the origin.
+    def fetch(self, indices: Sequence[int], turn: threading.Lock | None = None) -> list[Any]:
+        """Fetches the payloads of a batch: one round to the cache, one to the origin. A ``turn`` that the caller holds
+        is left to others while the origin is read.
 
         Returns payloads in order, with an exception in place of one that cannot be read. Raises DataError if the origin
         has other content than the cache.
         """
         if self._cache is None:
-            payloads, near_by_index = read_nearest(self._source, list(indices), not_counted)
+            with _left(turn):
+                payloads, near_by_index = read_nearest(self._source, list(indices), not_counted)
             hits = [index in near_by_index for index in indices]
         else:
             near = set[int]()
-            payloads, hits = self._cache.fetch_many(indices, partial(self._read_origin, near))
+            payloads, hits = self._cache.fetch_many(indices, partial(self._read_origin, near, turn))
             hits = [hit or index in near for index, hit in zip(indices, hits, strict=True)] if near else hits
             if self._source.compares_hits:
                 self._compare_hits(indices, payloads, hits)
@@ -266,8 +275,12 @@ class BatchReader:
                     "items are random, move that into transform=, or pass version= to keep the first draw",
                 )
 
-    def _read_origin(self, near: set[int], absent: list[int]) -> list[Any]:
+    def _read_origin(self, near: set[int], turn: threading.Lock | None, absent: list[int]) -> list[Any]:
         """Reads what no cache has; adds the samples that the source had near to ``near``."""
+        with _left(turn):
+            return self._read_absent(near, absent)
+
+    def _read_absent(self, near: set[int], absent: list[int]) -> list[Any]:
         assert self._cache is not None
         source = self._source
         payloads, found = read_nearest(source, absent, self._cache.count_origin)
@@ -393,3 +406,69 @@ class BatchReader:
             os.close(self._log_fd[1])
         self._log_fd = None
         self._source.close()
+
+
+_LAST_ROW = 126
+"""Where the readers of other threads begin to count, downwards: a DataLoader numbers its workers from 0."""
+
+
+@contextlib.contextmanager
+def _left(turn: threading.Lock | None) -> Iterator[None]:
+    """Leaves a turn that is held, if there is one, to others for a while."""
+    if turn is None:
+        yield
+        return
+    turn.release()
+    try:
+        yield
+    finally:
+        turn.acquire()
+
+
+class ReaderPool:
+    """The readers of one process: the first one, and others while several threads read at once.
+
+    Threads that the user's pipeline starts (Grain, torchdata's nodes) may come and go, so a thread has a reader for one
+    batch. The origin is read in all threads at once; the cache is asked by one at a time, because sixteen threads that
+    take turns at the interpreter's lock make a round of 1 ms last 100 ms, for all of them.
+    """
+
+    def __init__(self, reader: BatchReader) -> None:
+        self._reader = reader
+        self._per_process()
+
+    def _per_process(self) -> None:
+        self._pid, self._free, self._num_others = os.getpid(), [(-1, self._reader)], 0
+        self._asking, self._drawing = threading.Lock(), threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"reader": self._reader}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def read(self, indices: Sequence[int], seed: int, worker: int, *, collates: bool) -> list[Any]:
+        """Returns a batch as `BatchReader.finish` or `BatchReader.finish_collated` does; ``worker`` is the DataLoader's
+        worker id, or −1. Random transforms run in one thread at a time: they draw from the process's generators."""
+        if self._pid != os.getpid():
+            self._per_process()
+        free = self._free
+        try:
+            number, reader = free.pop()
+        except IndexError:
+            number = _LAST_ROW - self._num_others
+            self._num_others += 1
+            reader = self._reader.for_worker(number)
+        try:
+            reader.enter_worker(worker if number == -1 else number)
+            with self._asking:
+                payloads = reader.fetch(indices, self._asking)
+            with self._drawing if reader.may_draw else contextlib.nullcontext():
+                return (reader.finish_collated if collates else reader.finish)(indices, payloads, seed)
+        finally:
+            free.append((number, reader))
+
+    def close(self) -> None:
+        """Closes the readers. Safe to call twice."""
+        for _, reader in self._free:
+            reader.close()

@@ -4,7 +4,8 @@ It fetches whole batches: the DataLoader calls ``__getitems__`` with the indices
 the cache and one parallel round to the origin instead of one of each a sample. A sample comes back as
 ``(sample, target, index)``; the loop reports the sample's loss under that index.
 
-It works in the training process and in workers under fork, spawn and forkserver: all that it holds pickles.
+It works in the training process and in workers under fork, spawn and forkserver: all that it holds pickles. Several
+threads may ask for batches at once: they read the origin together (`ReaderPool`).
 
 Invariant: samples are those of the wrapped data set, pixel for pixel, whether the cache is cold, warm, wrong or dead.
 """
@@ -22,7 +23,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 from shade.cache.cache import SampleCache
 from shade.cache.entry import FORMAT_ENCODED
 from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
-from shade.data._dataset.batch_reader import BatchReader, TransformChain
+from shade.data._dataset.batch_reader import BatchReader, ReaderPool, TransformChain
 from shade.data._dataset.content import innermost_transform
 from shade.data._dataset.decoded_source import FormatChoice, FormatWishes
 from shade.data._dataset.prefix import PrefixSplit, candidates, split
@@ -194,6 +195,8 @@ class ShadeDataset(Dataset[Any]):
             skips_bad=skips_bad,
             access_log=os.environ.get(ACCESS_LOG) if log is None else os.fspath(log),
         )
+        self._readers = ReaderPool(self._reader)
+        self._pid = os.getpid()
 
     def _open_cache(
         self,
@@ -337,16 +340,11 @@ class ShadeDataset(Dataset[Any]):
         """
         seed, collates = getattr(indices, "seed", 0), getattr(indices, "collates", False)
         indices = self._reader.checked_many(indices)
-        if self.cache is not None:
-            worker = get_worker_info()
-            if worker is not None and not self.cache.store.shared:
-                raise ConfigError.of(
-                    "a store that DataLoader workers share", self.cache.store.url, "use local://, or num_workers=0"
-                )
-            self.cache.enter_worker(-1 if worker is None else worker.id)
+        if self.cache is not None and not self.cache.store.shared and self._pid != os.getpid():
+            raise ConfigError.of("a store that processes share", self.cache.store.url, "use local://, or num_workers=0")
+        worker = get_worker_info()
         self._transforms.refresh()
-        finish = self._reader.finish_collated if collates else self._reader.finish
-        return finish(indices, self._reader.fetch(indices), seed)
+        return self._readers.read(indices, seed, -1 if worker is None else worker.id, collates=collates)
 
     def check_forecast(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Compares the prediction that chose the cached format with what happened.
@@ -361,7 +359,7 @@ class ShadeDataset(Dataset[Any]):
 
     def close(self) -> None:
         """Closes the cache (and a private server) and the access log. Safe to call twice."""
-        self._reader.close()
+        self._readers.close()
         if self.cache is not None:
             self.cache.close()
 

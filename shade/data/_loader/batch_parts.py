@@ -22,12 +22,13 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 from typing_extensions import override
 
@@ -168,3 +169,35 @@ class BatchBuffers:
             while True:
                 _, block = self._lent.pop(id(self._dead.popleft()))
                 self._free.append(block)
+
+
+def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Yields the same batches with their tensors on a device, ready to be used in the current stream."""
+    if device.type != "cuda":
+        for batch in batches:
+            yield _moved(batch, device)
+        return
+    stream, previous = torch.cuda.Stream(device), None  # type: ignore[no-untyped-call]
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            moved, copied = _moved(batch, device), stream.record_event()
+        if previous is not None:
+            yield _ready(*previous, device)
+        previous = (moved, copied)
+    if previous is not None:
+        yield _ready(*previous, device)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _ready(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
+    """Makes the current stream wait for the copy, and informs the allocator of the copying stream's memory that it is
+    used."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied)
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            leaf.record_stream(current)
+    return batch

@@ -42,14 +42,15 @@ from typing import Any
 
 import torch
 from torch import default_generator
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from shade.data._dataset.batch_reader import BatchReader
 from shade.data._dataset.dataset import ShadeDataset
-from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts, SeededBatch
+from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts, SeededBatch, on_device
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
+from shade.data._sampler.mixture import MixtureSampler
+from shade.data._sampler.packed import PackedDataset
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.usage import check_wrapping
 from shade.errors import ConfigError
@@ -66,7 +67,7 @@ class LoaderPass:
     seed: int = 0
     """Seed of the random draws that follow no other rule."""
     epoch: int | None = None
-    """The sampler's epoch, and its first step in this pass; of a `ShadeSampler`."""
+    """The sampler's epoch, and its first step in this pass; of a sampler of ours."""
     first_step: int = 0
     is_live: bool = True
     """Whether it may give batches yet."""
@@ -95,7 +96,7 @@ class EpochProgress:
 
     def __init__(self, sampler: Any, generator: torch.Generator | None, batch_size: int | None = None) -> None:
         self._batch_size = batch_size
-        self._sampler = sampler if isinstance(sampler, ShadeSampler) else None
+        self._sampler = sampler if isinstance(sampler, (ShadeSampler, MixtureSampler)) else None
         self._generator = default_generator if generator is None else generator
         own = getattr(sampler, "generator", None)
         self._of_order = own if isinstance(own, torch.Generator) else self._generator
@@ -107,7 +108,7 @@ class EpochProgress:
 
     @property
     def epoch(self) -> int | None:
-        """Returns the epoch of the `ShadeSampler` that draws; None of another sampler."""
+        """Returns the epoch of a `ShadeSampler`, or the round of a `MixtureSampler`; None of another sampler."""
         return None if self._sampler is None else self._sampler.epoch
 
     def begin(self) -> LoaderPass:
@@ -148,7 +149,7 @@ class EpochProgress:
         if self._sampler is not None:
             iterator = iter(batches)
             first = next(iterator, None)
-            mine.epoch, mine.first_step, mine.num_batches = self._sampler.epoch, self._sampler.steps_done, 0
+            mine.epoch, mine.first_step, mine.num_batches = self._sampler.epoch, self._sampler._first_step, 0
             self._sampler._count_batches(lambda: mine.num_batches)
         else:
             now = self._of_order.get_state()
@@ -258,13 +259,13 @@ _FETCHERS = 2
 
 
 class ShadeLoader(DataLoader[Any]):
-    """Loads batches of a `ShadeDataset`.
+    """Loads batches of a `ShadeDataset`, or of a `PackedDataset`, whose batches are made in worker processes.
 
     Args:
         dataset: What to load.
         batch_size: Samples a batch.
         shuffle: As DataLoader's; leave it out with a sampler.
-        sampler: A `ShadeSampler`, or any other.
+        sampler: A `ShadeSampler`, or any other; for a `PackedDataset` its `MixtureSampler`.
         batch_sampler: In place of batch_size, shuffle, sampler and drop_last.
         num_workers: Threads that decode (processes, if the transforms are not recognised); 0: the training thread does
             it all. None: as many as this process may use processors.
@@ -291,10 +292,10 @@ class ShadeLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: ShadeDataset,
+        dataset: ShadeDataset | PackedDataset,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
-        sampler: Iterable[int] | None = None,
+        sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
         num_workers: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -312,12 +313,18 @@ class ShadeLoader(DataLoader[Any]):
         device: torch.device | str | None = None,
         decode_on: str = "host",
     ) -> None:
-        if not isinstance(dataset, ShadeDataset):
+        if not isinstance(dataset, (ShadeDataset, PackedDataset)):
             check_wrapping(dataset)
             raise ConfigError.of("a ShadeDataset", type(dataset).__name__, "wrap it: ShadeDataset(dataset, cache=…)")
         drawing = sampler_inside(sampler if batch_sampler is None else batch_sampler)
         num_at_once = getattr(batch_sampler, "batch_size", batch_size or 1)
-        if isinstance(drawing, ShadeSampler) and num_at_once != drawing.batch_size:
+        if isinstance(dataset, PackedDataset) and not isinstance(drawing, MixtureSampler):
+            raise ConfigError.of(
+                "a MixtureSampler of the PackedDataset",
+                "none" if drawing is None else type(drawing).__name__,
+                "write ShadeLoader(data, batch_size=…, sampler=MixtureSampler(data, …))",
+            )
+        if isinstance(drawing, (ShadeSampler, MixtureSampler)) and num_at_once != drawing.batch_size:
             raise ConfigError.of(
                 f"batch_size={drawing.batch_size}, as the sampler's",
                 batch_size,
@@ -325,11 +332,12 @@ class ShadeLoader(DataLoader[Any]):
             )
         if decode_on not in ("host", "device"):
             raise ConfigError.of("decode_on 'host' or 'device'", decode_on, "choose one of the two")
-        can_decode = device is not None and num_workers != 0 and dataset.is_fused and collate_fn is None
+        is_fused = isinstance(dataset, ShadeDataset) and dataset.is_fused
+        can_decode = device is not None and num_workers != 0 and is_fused and collate_fn is None
         if decode_on == "device" and not can_decode:
             raise ConfigError.of(
                 "decode_on='device' with device=, workers, transforms that are recognised, and no collate_fn",
-                f"device={device}, num_workers={num_workers}, recognised: {dataset.is_fused}",
+                f"device={device}, num_workers={num_workers}, recognised: {is_fused}",
                 "see shade.data._transforms.recognise for what is recognised, or leave decode_on out",
             )
         if num_workers is None:
@@ -353,7 +361,7 @@ class ShadeLoader(DataLoader[Any]):
             pin_memory_device=pin_memory_device,
         )
         self.device = None if device is None else torch.device(device)
-        self._reader: BatchReader = dataset._reader
+        self._reader: BatchReader | None = dataset._reader if isinstance(dataset, ShadeDataset) else None
         self._decodes_on_device = decode_on == "device"
         self._free_readers: list[list[BatchReader]] = []
         self._num_readers = 0
@@ -367,14 +375,14 @@ class ShadeLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int | None:
-        """Returns the present epoch of its `ShadeSampler`; None with another sampler, which counts none."""
+        """Returns the present epoch of its `ShadeSampler`, or the round of its `MixtureSampler`; None with another."""
         return self._progress.epoch
 
     @property
     def in_threads(self) -> bool:
         """Returns whether threads make the batches; else processes do, or the training thread itself."""
         is_plain = self.worker_init_fn is None and self.batch_sampler is not None
-        return self.num_workers > 0 and is_plain and self._reader.draws_nothing
+        return self.num_workers > 0 and is_plain and self._reader is not None and self._reader.draws_nothing
 
     @property
     def _pins(self) -> bool:
@@ -383,7 +391,8 @@ class ShadeLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         with self._progress.drawing():
             mine = self._progress.begin()
-            self._reader.transforms.refresh()
+            if self._reader is not None:
+                self._reader.transforms.refresh()
             made: Iterator[Any] = self._threads() if self.in_threads else self._processes()
         batches = made if self.device is None else on_device(made, self.device)
         counted = _CountedBatches(batches, self._progress, mine, self)
@@ -404,16 +413,18 @@ class ShadeLoader(DataLoader[Any]):
         return self._get_iterator() if self._iterator is not None and is_served else super().__iter__()
 
     def _threads(self) -> _ThreadEpoch:
+        reader = self._reader
+        assert reader is not None, "sequences are packed in processes"
+        assert self.batch_sampler is not None
         if self._free_readers:
             readers = self._free_readers.pop()
         else:
             numbers = range(self._num_readers, self._num_readers + _FETCHERS + self.num_workers)
-            readers, self._num_readers = [self._reader.for_worker(number) for number in numbers], numbers.stop
+            readers, self._num_readers = [reader.for_worker(number) for number in numbers], numbers.stop
         fetchers, workers = readers[:_FETCHERS], readers[_FETCHERS:]
-        assert self.batch_sampler is not None
-        order = map(self._reader.checked_many, self.batch_sampler)
+        order = map(reader.checked_many, self.batch_sampler)
         seed, buffers, collated = self._progress.draw_seed(), self._buffers, self.collate_fn is default_collate
-        fused, target = self._reader.is_fused, self.device if self._decodes_on_device else None
+        fused, target = reader.is_fused, self.device if self._decodes_on_device else None
 
         def begin(number: int, indices: Sequence[int]) -> BatchParts:
             if target is not None:
@@ -470,7 +481,10 @@ class ShadeLoader(DataLoader[Any]):
         """
         saved, mine = state.get("num_workers", self.num_workers), self.num_workers  # older states do not say
         # Without workers, random numbers come from the process's generators, with workers from the seed of the pass.
-        draws_others = (self._reader.may_draw and bool(saved) != bool(mine)) or self._reader.has_random_items
+        reader = self._reader
+        draws_others = reader is not None and (
+            (reader.may_draw and bool(saved) != bool(mine)) or reader.has_random_items
+        )
         if saved != mine and state["sampler"] is None and draws_others:
             raise ConfigError.of(
                 f"num_workers={saved}, as in the saved run, because samples may draw random numbers, then others",
@@ -566,35 +580,3 @@ class _CountedBatches:
             raise
         self._progress.got_one(self._mine, time.perf_counter() - begun)
         return batch
-
-
-def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Yields the same batches with their tensors on a device, ready to be used in the current stream."""
-    if device.type != "cuda":
-        for batch in batches:
-            yield _moved(batch, device)
-        return
-    stream, previous = torch.cuda.Stream(device), None  # type: ignore[no-untyped-call]
-    for batch in batches:
-        with torch.cuda.stream(stream):
-            moved, copied = _moved(batch, device), stream.record_event()
-        if previous is not None:
-            yield _ready(*previous, device)
-        previous = (moved, copied)
-    if previous is not None:
-        yield _ready(*previous, device)
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
-
-
-def _ready(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
-    """Makes the current stream wait for the copy, and informs the allocator of the copying stream's memory that it is
-    used."""
-    current = torch.cuda.current_stream(device)
-    current.wait_event(copied)
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            leaf.record_stream(current)
-    return batch

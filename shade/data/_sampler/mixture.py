@@ -1,4 +1,4 @@
-"""MixtureSampler and PackedDataset: token data sets in given shares, packed into full sequences.
+"""MixtureSampler: draws token data sets in given shares, packed into full sequences.
 
 The sampler yields what a sequence consists of (`shade.sampling.packing.PackedSequence`), not a number. So a worker
 needs the data set alone to read it, whatever the weights are by then, and workers that stay see every change.
@@ -17,196 +17,27 @@ Legend: S sources · B batch of one rank · G global batch · L length of a sequ
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
-import xxhash
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
-from shade.data._sampler.rank_shard import LoaderCount, SamplerIterator, ranks_of
+from shade.data._sampler.packed import PackedDataset
+from shade.data._sampler.rank_shard import LoaderCount, SamplerIterator, check_place, place_of_node, ranks_of
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
 from shade.sampling import num_steps, rank_positions
 from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
 from shade.types import Floats, Indices
 
-NO_LABEL = -100
-"""The label that `torch.nn.functional.cross_entropy` ignores."""
-
 _POINT = 1 << 20
 """Losses are counted in units of its inverse …"""
 _LARGEST = float(1 << 20)
 """… and up to this."""
-
-
-class _Arrays:
-    """A source whose documents lie end to end in one array, which may be mapped from a file."""
-
-    def __init__(self, name: str, tokens: Any, offsets: Any) -> None:
-        tokens, offset_N = (tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)), np.asarray(offsets)
-        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-            raise ConfigError.of(
-                f"a 1-D array of integers as the tokens of {name!r}",
-                f"{tokens.dtype} of shape {tokens.shape}",
-                "put all documents end to end, np.concatenate(documents)",
-            )
-        is_ascending = offset_N.ndim == 1 and len(offset_N) > 1 and bool((np.diff(offset_N) >= 0).all())
-        if not is_ascending or int(offset_N[0]) < 0 or int(offset_N[-1]) > len(tokens):
-            raise ConfigError.of(
-                f"ascending offsets of {name!r} within its {len(tokens)} tokens, one more than documents",
-                f"{len(np.atleast_1d(offset_N))} from {offset_N.flat[0] if offset_N.size else None} "
-                f"to {offset_N.flat[-1] if offset_N.size else None}",
-                "write offsets = np.concatenate([[0], np.cumsum(lengths)])",
-            )
-        self._tokens, self._offset_N = tokens, offset_N.astype(np.int64)
-        self.length_N = np.diff(self._offset_N)
-
-    def read(self, document: int, start: int, stop: int) -> Indices:
-        begin = int(self._offset_N[document])
-        return np.asarray(self._tokens[begin + start : begin + stop]).astype(np.int64)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Names the file of a mapped array instead of copying it into each worker."""
-        state, tokens = self.__dict__.copy(), self._tokens
-        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap) and tokens.filename is not None:
-            state["_tokens"] = (str(tokens.filename), tokens.dtype, tokens.offset, tokens.shape)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if isinstance(state["_tokens"], tuple):
-            file, dtype, offset, shape = state["_tokens"]
-            state["_tokens"] = np.memmap(file, dtype, "r", offset, shape)
-        self.__dict__.update(state)
-
-
-class _Items:
-    """A source whose items are documents."""
-
-    def __init__(self, name: str, dataset: Any) -> None:
-        self._name, self._dataset = name, dataset
-        self.length_N = np.array([len(self._item(document)) for document in range(len(dataset))], dtype=np.int64)
-
-    def read(self, document: int, start: int, stop: int) -> Indices:
-        item = self._item(document)
-        if len(item) != self.length_N[document]:
-            raise ConfigError.of(
-                f"document {document} of {self._name!r} with {self.length_N[document]} tokens, as when the "
-                "PackedDataset was made",
-                len(item),
-                "documents must stay the same: put random steps after the packing",
-            )
-        return item[start:stop]
-
-    def _item(self, document: int) -> Indices:
-        item = torch.as_tensor(self._dataset[document])
-        if item.ndim != 1 or item.is_floating_point() or item.is_complex() or item.dtype == torch.bool:
-            raise ConfigError.of(
-                f"1-D integer tensors as the items of {self._name!r}",
-                f"{item.dtype} of shape {tuple(item.shape)} at {document}",
-                "wrap the data set so that an item is its token ids alone",
-            )
-        return item.to(torch.int64).numpy()
-
-
-class PackedDataset(Dataset[dict[str, torch.Tensor]]):
-    """Joins token data sets; a `MixtureSampler` says what a sequence consists of.
-
-    An item is a dict of tensors of shape (L,): ``tokens``, ``labels``, ``positions``, ``documents`` and ``sources``. A
-    label is the next token of the same document, −100 where there is none. ``positions`` count from 0 in each document,
-    and in the unfilled end. ``documents`` numbers the documents of the sequence from 0, −1 in the unfilled end.
-    ``sources`` says which source a label is from, −1 where there is no label.
-
-    Args:
-        sources: By name: a pair (tokens, offsets) of arrays, or a map-style data set whose items are 1-D integer
-            tensors, each of which is read once now.
-        length: L, in tokens.
-
-    Raises:
-        ConfigError: No source, a source without a token, or one of another form; ``length`` below 2.
-    """
-
-    def __init__(self, sources: Mapping[str, Any], length: int) -> None:
-        if length < 2:
-            raise ConfigError.of("length ≥ 2 tokens", length, "give the context length of the model")
-        if not sources:
-            raise ConfigError.of("a source at least", "none", 'write PackedDataset({"web": (tokens, offsets)}, …)')
-        self.length = length
-        self.names = tuple(sources)
-        self._sources = [
-            _Arrays(name, *source) if isinstance(source, tuple) and len(source) == 2 else _Items(name, source)
-            for name, source in sources.items()
-        ]
-        self.length_S = [source.length_N for source in self._sources]
-        for name, length_N in zip(self.names, self.length_S, strict=True):
-            if not length_N.sum():
-                raise ConfigError.of(f"a token at least in source {name!r}", "none", "leave the source out")
-        self.digest = xxhash.xxh3_64_hexdigest((repr(self.names) + "".join(map(_digest, self.length_S))).encode())
-        """Hash of the names and of all documents' lengths."""
-
-    def __len__(self) -> int:
-        """Returns how many full sequences all tokens are."""
-        return int(sum(int(length_N.sum()) for length_N in self.length_S)) // self.length
-
-    def __getitem__(self, packed: PackedSequence) -> dict[str, torch.Tensor]:
-        """Reads one sequence.
-
-        Args:
-            packed: As a `MixtureSampler` of this data set yields it.
-
-        Returns:
-            Tensors (L,): ``tokens``, ``labels`` and ``positions`` int64, ``documents`` and ``sources`` int32.
-
-        Raises:
-            ConfigError: A number; a document that has another length by now.
-        """
-        if not isinstance(packed, PackedSequence):
-            raise ConfigError.of(
-                "a sequence of a MixtureSampler",
-                f"{type(packed).__name__} {packed!r}",
-                "write DataLoader(data, batch_size=…, sampler=MixtureSampler(data, …))",
-            )
-        tokens_L, labels_L = np.zeros(self.length, np.int64), np.full(self.length, NO_LABEL, np.int64)
-        positions_L = np.arange(self.length)
-        documents_L, sources_L = np.full(self.length, -1, np.int32), np.full(self.length, -1, np.int32)
-        end = 0
-        for number, (source, document, start, stop) in enumerate(packed.pieces):
-            at, end = slice(end, end + stop - start), end + stop - start
-            # One token more, if the document has it: the label of the last.
-            read = self._sources[source].read(document, start, min(stop + 1, int(self.length_S[source][document])))
-            tokens_L[at] = read[: stop - start]
-            labels_L[at.start : at.start + len(read) - 1] = read[1:]
-            positions_L[at] = np.arange(stop - start)
-            documents_L[at] = number
-            sources_L[at.start : at.start + len(read) - 1] = source
-        positions_L[end:] = np.arange(self.length - end)
-        arrays: dict[str, npt.NDArray[Any]] = {"tokens": tokens_L, "labels": labels_L, "positions": positions_L}
-        arrays |= {"documents": documents_L, "sources": sources_L}
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _digest(length_N: npt.NDArray[np.int64]) -> str:
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(length_N, dtype="<i8").tobytes())
-
-
-def cu_seqlens(positions: torch.Tensor) -> torch.Tensor:
-    """Returns where documents begin in a batch that is laid end to end, as kernels for sequences of different lengths
-    take it; the unfilled end of a sequence counts as a document.
-
-    Args:
-        positions: (B, L) or (L,), as a `PackedDataset` gives them.
-
-    Returns:
-        int32 (number of documents + 1,), from 0 to B·L, on the same device.
-    """
-    flat = positions.reshape(-1)
-    starts = torch.nonzero(flat == 0).reshape(-1)
-    return torch.cat([starts, starts.new_tensor([len(flat)])]).to(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -322,7 +153,7 @@ class MixtureSampler(Sampler[PackedSequence]):
         self._before = self._start()
         self._sequences: list[PackedSequence] = []
         self._first_step = self._num_reported = self._num_dealt = 0
-        self._count: LoaderCount | None = None
+        self._count: Callable[[], int] | None = None
 
     def _check(self, distributed: bool) -> None:
         """Raises ConfigError for settings out of range."""
@@ -433,6 +264,15 @@ class MixtureSampler(Sampler[PackedSequence]):
             self._num_dealt = number // self.batch_size + 1
             yield sequences[position]
 
+    @property
+    def epoch(self) -> int:
+        """Returns the present round, by the name that loops and loaders use."""
+        return self.round
+
+    def _count_batches(self, count: Callable[[], int]) -> None:
+        """Takes the count of the batches that the loop gets in this pass, from a loader that knows it."""
+        self._count = count
+
     def _seek(self, step: int, *, is_between: bool) -> None:
         """Sets where the next pass begins, for a loader that keeps its own place."""
         if not is_between and step != self.num_steps:
@@ -509,7 +349,7 @@ class MixtureSampler(Sampler[PackedSequence]):
             "shares": list(self._share_S),
             "losses": list(self._loss_S),
             "totals": [self._losses.total_S.tolist(), self._losses.count_S.tolist()],
-        }
+        } | place_of_node(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a `state_dict`: the same sequences follow, on any number of ranks with the same global batch.
@@ -525,6 +365,7 @@ class MixtureSampler(Sampler[PackedSequence]):
             if theirs != mine:
                 cure = "resume with the sources of that run" if name == "sources" else "resume with the saved settings"
                 raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, cure)
+        check_place(state)
         if self._merger is not None:
             self._merger.flush()
         self._before = dict(state["before"])

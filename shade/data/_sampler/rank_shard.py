@@ -330,6 +330,11 @@ class IteratedSampler(Protocol):
     batch_size: int
     """Batch of one rank. A place is saved with it, so that other ranks can find it."""
 
+    @property
+    def num_steps(self) -> int:
+        """Returns the steps of a whole pass."""
+        ...
+
     def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[Any]]:
         """Begins the pass, which ``is_placed`` if the iterator was set to a place; returns how many indices were taken
         before it, and the rest."""
@@ -378,6 +383,31 @@ class LoaderCount:
 
     def __call__(self) -> int:
         return int(self._attributes["_num_yielded"]) - self._num_before
+
+
+def place_of_node(sampler: IteratedSampler) -> dict[str, Any]:
+    """Returns the place in a sampler's state if a node of torchdata asks for it; empty if anything else asks.
+
+    A node reads ahead of training, and keeps the state with what was made of the indices that it has. Training has done
+    less. ``inside_batch`` is there if some indices of a batch are missing.
+    """
+    node = sys._getframe(2).f_locals.get("self")
+    iterator = getattr(node, "_it", None) if type(node).__module__ == "torchdata.nodes.adapters" else None
+    if not isinstance(iterator, SamplerIterator) or iterator._num_taken is None:
+        return {}
+    step = -(-iterator._num_taken // sampler.batch_size)
+    is_between = iterator._num_taken % sampler.batch_size == 0 or step == sampler.num_steps
+    return {"steps_done": step} if is_between else {"steps_done": step, "inside_batch": True}
+
+
+def check_place(state: dict[str, Any]) -> None:
+    """Raises ConfigError for a sampler's state that was taken inside a batch."""
+    if state.get("inside_batch"):
+        raise ConfigError.of(
+            "a place between two batches",
+            f"one inside the batch before step {state['steps_done']}",
+            "give loader and sampler one batch_size",
+        )
 
 
 class SamplerIterator(Iterator[Any]):

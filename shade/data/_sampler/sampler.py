@@ -37,8 +37,10 @@ from shade.data._sampler.rank_shard import (
     SavedDraws,
     ShuffleWindow,
     check_order,
+    check_place,
     draw_from,
     load_draw,
+    place_of_node,
     ranks_of,
 )
 from shade.data._sampler.usage import ForgottenCallWarning as ForgottenCallWarning
@@ -536,7 +538,9 @@ class ShadeSampler(DistributedSampler[int]):
         may call it alone.
         """
         self._merger.flush()
-        if self._begun and not (self._is_reported or self._has_ended) and self._num_got is None and self._num_dealt > 1:
+        place = place_of_node(self)
+        is_unknown = self._begun and not (place or self._is_reported or self._has_ended) and self._num_got is None
+        if is_unknown and self._num_dealt > 1:
             self._usage_warnings.warn_of_place(self._steps_done)
         draws = [self._draws[epoch] for epoch in (self.epoch, self.epoch + 1) if epoch in self._draws]
         return {
@@ -549,7 +553,7 @@ class ShadeSampler(DistributedSampler[int]):
                 for name, value in self._table.state_dict().items()
             },
             "accuracies": list(self._accuracies),
-        }
+        } | place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from a `state_dict`: the same global order follows, on any number of ranks with the same global
@@ -572,6 +576,7 @@ class ShadeSampler(DistributedSampler[int]):
                 )
             if theirs != mine and name != "epochs":
                 raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, "resume with the saved settings")
+        check_place(state)
         draws = {int(epoch): load_draw(int(epoch), each, self.num_samples) for epoch, each in state["draws"].items()}
         self._draws = draws
         self._turn_to(int(state["epoch"]))

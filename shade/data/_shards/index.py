@@ -29,7 +29,7 @@ import re
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -217,8 +217,15 @@ def _packed(values_P: Lengths) -> Lengths:
 
 
 class ShardFormat(ABC):
-    """Finds and reads the samples of one kind of shard. It holds nothing of a shard."""
+    """Finds and reads the samples of one kind of shard. It holds nothing of a shard.
 
+    A format of a user's own is passed to `Shards` as ``format``: a dataclass that overrides `scan` and `row`, and
+    `payloads` where a piece's bytes alone are not enough to make its sample. Its repr is part of the names of index and
+    cache; so a field such as ``version`` is to change when `scan` or `payloads` do.
+    """
+
+    suffixes: tuple[str, ...] = ()
+    """Ends of the names of its shards, without dots; for a folder."""
     keeps_rows: bool = False
     """Whether reading one row of a piece takes as long as reading all."""
 
@@ -227,6 +234,11 @@ class ShardFormat(ABC):
     reads: str = ""
     extra: str = ""
     """The extra that installs it."""
+
+    @property
+    def identity(self) -> str:
+        """Returns its name in an index, with its arguments; empty for a format that is registered."""
+        return "" if type(self) in map(FORMATS.get, FORMATS) else repr(self)
 
     def require(self) -> None:
         """Raises ConfigError, with the command that installs it, if the library is missing."""
@@ -247,10 +259,10 @@ class ShardFormat(ABC):
         None for a format that is read. Asked for each batch."""
         return None
 
-    @abstractmethod
     def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
-        """Returns the payloads of some rows of a piece, or of all. ``parts`` are `RangeParts`, or what `opened`
-        returned. Raises UnlikeIndexError if its bytes are not what the index says."""
+        """Returns the payloads of some rows of a piece, or of all: what is cached. ``parts`` are `RangeParts`, or what
+        `opened` returned. Raises UnlikeIndexError if its bytes are not what the index says."""
+        return [bytes(parts.range(*scan.span(piece)))]
 
     @abstractmethod
     def row(self, scan: ShardScan, payload: Any, columns: Columns) -> dict[str, Any]:
@@ -307,6 +319,7 @@ class ShardIndex:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.entries, self._folder, self._options = list(entries), folder, dict(options or {})
+        self._identity = shard_format.identity
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
@@ -326,7 +339,7 @@ class ShardIndex:
         self._last_row_P = [
             None if len(scan.rows_P) == scan.rows_P.sum() else np.cumsum(scan.rows_P) for scan in self.scans
         ]
-        digest = xxhash.xxh3_64(f"{_VERSION} {type(shard_format).__name__}".encode())
+        digest = xxhash.xxh3_64(f"{_VERSION} {self._identity or type(shard_format).__name__}".encode())
         for entry in self.entries:
             digest.update(f"{entry.url.rpartition('/')[2]} {entry.num_bytes} {entry.version}\n".encode())
         self.fingerprint = digest.hexdigest()
@@ -339,7 +352,7 @@ class ShardIndex:
         """Returns the path of a shard's index."""
         url = self.entries[shard].url
         name = url.rpartition("/")[2].partition("?")[0][-80:]
-        return Path(self._folder, f"{name}-{xxhash.xxh3_64_hexdigest(url.encode())}.index")
+        return Path(self._folder, f"{name}-{xxhash.xxh3_64_hexdigest((url + self._identity).encode())}.index")
 
     def place_of(self, index: int) -> tuple[int, int, int]:
         """Returns shard, piece and row of a sample."""
@@ -482,28 +495,29 @@ def _numbered(pattern: str) -> list[str]:
     return [each for name in names for each in _numbered(name)]
 
 
-def listed_shards(shards: Any, options: Mapping[str, Any]) -> list[str]:
-    """Returns the shards that patterns stand for, each once, in the order of their names within a pattern."""
+def listed_shards(shards: Any, options: Mapping[str, Any], suffixes: Container[str]) -> list[str]:
+    """Returns the shards that patterns stand for, each once, in the order of their names within a pattern; a folder
+    stands for the files in it that end in one of the suffixes."""
     patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
     urls = dict.fromkeys(
-        url for pattern in patterns for name in _numbered(os.fspath(pattern)) for url in _found(name, options)
+        url for pattern in patterns for name in _numbered(os.fspath(pattern)) for url in _found(name, options, suffixes)
     )
     if not urls:
         raise DataError.of("shards", shards, "check the path")
     return list(urls)
 
 
-def _found(name: str, options: Mapping[str, Any]) -> list[str]:
+def _found(name: str, options: Mapping[str, Any], suffixes: Container[str]) -> list[str]:
     if is_url(name):
-        if _is_shard(name) and "*" not in name:
+        if _is_shard(name, suffixes) and "*" not in name:
             return [name]
         if "*" not in name:
-            return [entry.url for entry in list_files(name, options) if _is_shard(entry.url)]
+            return [entry.url for entry in list_files(name, options) if _is_shard(entry.url, suffixes)]
         file_system = open_file_system(name, options)
         return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(name))
     name = os.path.abspath(name)
     if os.path.isdir(name):
-        return sorted(each for each in glob.glob(os.path.join(glob.escape(name), "*")) if _is_shard(each))
+        return sorted(each for each in glob.glob(os.path.join(glob.escape(name), "*")) if _is_shard(each, suffixes))
     return sorted(glob.glob(name)) if glob.has_magic(name) else [name]
 
 
@@ -511,8 +525,8 @@ def _suffix(url: str) -> str:
     return url.partition("?")[0].rpartition("/")[2].rpartition(".")[2].lower()
 
 
-def _is_shard(url: str) -> bool:
-    return _suffix(url) in FORMATS and not url.endswith("lock.mdb")
+def _is_shard(url: str, suffixes: Container[str]) -> bool:
+    return _suffix(url) in suffixes and not url.endswith("lock.mdb")
 
 
 def suffix_of(urls: Sequence[str]) -> str:

@@ -35,13 +35,14 @@ from shade.data._shards.blocks import Block, BlockTier, ReadAhead, coalesced, me
 from shade.data._shards.index import (
     FORMATS,
     RangeParts,
+    ShardFormat,
     ShardIndex,
     UnlikeIndexError,
     describe_shards,
     listed_shards,
     suffix_of,
 )
-from shade.errors import BadSampleError, DataError, shown_place
+from shade.errors import BadSampleError, ConfigError, DataError, shown_place
 from shade.registry import did_you_mean
 from shade.store.disk import disk_url
 from shade.types import Order
@@ -84,9 +85,10 @@ class Shards(Dataset[Any]):
         disk: A folder of this machine's disk and the bytes that may lie there, such as
             ``"/nvme/shade?capacity=500GiB"``: blocks of 8 MiB are read as a whole, and their samples kept there.
         options: For fsspec, such as ``{"anon": True}``.
+        format: Finds the samples in shards of another kind, such as clips in videos; None: the shards' names say it.
 
     Raises:
-        ConfigError: An unknown kind of file, or a library that is not installed.
+        ConfigError: An unknown kind of file, a library that is not installed, or a format without a repr of its own.
         DataError: No shards, a missing column, a shard that is truncated or is not what its index says.
     """
 
@@ -99,10 +101,11 @@ class Shards(Dataset[Any]):
         index: str | os.PathLike[str] | None = None,
         disk: str | None = None,
         options: Mapping[str, Any] | None = None,
+        format: ShardFormat | None = None,
     ) -> None:
         url = None if disk is None else disk_url(disk)
-        urls = listed_shards(shards, options or {})
-        self._format = FORMATS.get(suffix_of(urls))()
+        urls = listed_shards(shards, options or {}, FORMATS if format is None else format.suffixes)
+        self._format = FORMATS.get(suffix_of(urls))() if format is None else _named(format)
         self._format.require()
         self._single = isinstance(columns, str)
         self._columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
@@ -570,3 +573,14 @@ def _lengths(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:
 def _default_folder() -> str:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(base, "shade", "shards")
+
+
+def _named(shard_format: ShardFormat) -> ShardFormat:
+    """Returns a user's format; raises ConfigError if its repr, which names its index, differs between processes."""
+    if f"{id(shard_format):x}" in repr(shard_format):
+        raise ConfigError.of(
+            "a format whose repr says its arguments, because that names the index",
+            repr(shard_format),
+            "make the class a dataclass, or write its __repr__",
+        )
+    return shard_format

@@ -305,10 +305,6 @@ class MDSFormat(ShardFormat):
         return ShardScan.of(offset_N[:-1], np.diff(offset_N.astype(np.int64)), config["column_names"], extra)
 
     @override
-    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
-        return [bytes(parts.range(*scan.span(piece)))]
-
-    @override
     def row(self, scan: ShardScan, payload: Any, columns: Columns) -> dict[str, Any]:
         config = scan.parsed("config", json.loads)
         payload, at, sizes = bytes(payload), 0, []

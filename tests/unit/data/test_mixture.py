@@ -13,8 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from shade import ShadeDataset, ShadeLoader
 from shade.data import MixtureSampler, PackedDataset, cu_seqlens
-from shade.errors import ConfigError
+from shade.errors import ConfigError, DataError
 from shade.sampling import PackedSequence
 from shade.sampling.packing import TokenRange
 
@@ -355,3 +356,139 @@ def test_a_state_of_other_documents_is_refused() -> None:
     other = dataset(code=arrays(documents(1, 41, 50)))
     with pytest.raises(ConfigError, match="resume with the sources of that run"):
         sampler_of(other).load_state_dict(state)
+
+
+# ── documents from a cache ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CountedDocuments:
+    """Token documents that count how often they are read, in this process."""
+
+    def __init__(self, pieces: list[np.ndarray]) -> None:
+        self.pieces, self.reads = pieces, list[int]()
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads.append(index)
+        return torch.from_numpy(self.pieces[index])
+
+
+def cached(name: str, cache: str | None = "memory://", **options: Any) -> ShadeDataset:
+    settings: dict[str, Any] = {"working_set_fraction": 1.0, "version": "1"} | options
+    return ShadeDataset(CountedDocuments(DOCUMENTS[name]), cache=cache, **settings)
+
+
+@pytest.fixture
+def no_slow_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shade.cache.breaker.SLOW_SECONDS", 1e9)
+
+
+@pytest.mark.usefixtures("no_slow_cache")
+def test_documents_of_a_shade_dataset_come_from_its_cache_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = sorted(DOCUMENTS["web"], key=len, reverse=True)  # the first, which is probed, says how large one may be
+    documents = CountedDocuments(pieces)
+    web = ShadeDataset(documents, cache="memory://", working_set_fraction=1.0, version="1")
+    data, plain = dataset(web=web), dataset(web=arrays(pieces))
+    assert data.digest == plain.digest
+    documents.reads.clear()
+    asked, ask = [], ShadeDataset.__getitems__
+    monkeypatch.setattr(ShadeDataset, "__getitems__", lambda self, batch: asked.append(batch) or ask(self, batch))
+    batch = rounds(sampler_of(data), 1)
+    for found, expected in zip(data.__getitems__(batch), map(plain.__getitem__, batch), strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(asked) == 1
+    wanted = {piece.document for each in batch for piece in each.pieces if piece.source == 0}
+    assert sorted(asked[0]) == sorted(wanted)
+    assert documents.reads == []
+    assert data.stats()["hits"] == web.stats()["hits"] > 0
+    assert 0 < data.stats()["hit_ratio"] < 1  # the first read was to learn the lengths
+    assert plain.stats() == {}
+    web.close()
+
+
+@pytest.mark.usefixtures("no_slow_cache")
+def test_a_prefix_makes_tokens_and_its_result_is_cached() -> None:
+    def doubled(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens * 2
+
+    code = cached("code", prefix=doubled, version=None)
+    data, plain = dataset(code=code), dataset(code=arrays([each * 2 for each in DOCUMENTS["code"]]))
+    for packed in rounds(sampler_of(data), 1):
+        assert torch.equal(data[packed]["tokens"], plain[packed]["tokens"])
+    code.close()
+
+
+def test_what_a_cached_source_cannot_be_says_what_to_do() -> None:
+    labelled = ShadeDataset([(torch.arange(5), 1)] * 3, cache=None)
+    with pytest.raises(ConfigError, match=r"1-D integer tensors as the items of 'a'.*2 parts at 0.*token ids alone"):
+        PackedDataset({"a": labelled}, length=L)
+    with pytest.raises(DataError, match="give PackedDataset a ShadeDataset of each source"):
+        ShadeDataset(dataset(), cache=None)
+    noisy = ShadeDataset([torch.arange(9)] * 40, cache=None, transform=lambda tokens: tokens[: torch.randint(1, 9, ())])
+    data = PackedDataset({"a": noisy}, length=L)
+    with pytest.raises(ConfigError, match="random steps after the packing"):
+        list(map(data.__getitem__, MixtureSampler(data, weights={"a": 1}, batch_size=1, round_sequences=9)))
+
+
+# ── ShadeLoader ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tokens_of(loader: Any, sampler: MixtureSampler, limit: int, *, reports: bool = True) -> list[list[int]]:
+    """The first token of each sequence of so many batches."""
+    found = []
+    while True:
+        for batch in loader:
+            found.append(batch["tokens"][:, 0].tolist())
+            if reports:
+                sampler.report(batch["sources"], batch["sources"].clamp(0) + 1.0)
+            if len(found) == limit:
+                return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.redis
+@pytest.mark.usefixtures("no_slow_cache")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.parametrize("cache", [None, "local://"])
+def test_a_shade_loader_gives_the_stream_and_resumes_where_the_loop_was(
+    num_workers: int, reports: bool, cache: str | None
+) -> None:
+    web = None if cache is None else cached("web", cache)
+    data = dataset() if web is None else dataset(web=web)
+    options: dict[str, Any] = {"adapt": 1.0} if reports else {}
+
+    def opened() -> tuple[ShadeLoader, MixtureSampler]:
+        sampler = sampler_of(data, **options)
+        return ShadeLoader(data, batch_size=12, sampler=sampler, num_workers=num_workers), sampler
+
+    plain = sampler_of(**options)
+    expected = tokens_of(DataLoader(dataset(), batch_size=12, sampler=plain), plain, 10, reports=reports)
+    assert tokens_of(*opened(), 10, reports=reports) == expected
+    for cut in (1, 3, 4, 6, 8):
+        loader, sampler = opened()
+        head = tokens_of(loader, sampler, cut, reports=reports)
+        again, resuming = opened()
+        again.load_state_dict(copy.deepcopy(loader.state_dict()))
+        assert head + tokens_of(again, resuming, 10 - cut, reports=reports) == expected
+        assert again.epoch == 2
+    if web is not None:
+        assert web.stats()["hit_ratio"] > 0.5
+        web.close()
+
+
+def test_a_shade_loader_of_packed_sequences_says_what_it_needs() -> None:
+    data = dataset()
+    with pytest.raises(ConfigError, match="a MixtureSampler of the PackedDataset, got 'none'"):
+        ShadeLoader(data, batch_size=12)
+    with pytest.raises(ConfigError, match="a MixtureSampler of the PackedDataset, got 'RandomSampler'"):
+        ShadeLoader(data, batch_size=12, sampler=torch.utils.data.RandomSampler(data))
+    with pytest.raises(ConfigError, match="batch_size=12, as the sampler's"):
+        ShadeLoader(data, batch_size=6, sampler=sampler_of(data))
+    with pytest.raises(ConfigError, match="decode_on='device' with"):
+        ShadeLoader(data, batch_size=12, sampler=sampler_of(data), decode_on="device", device="cpu")
+    state = ShadeLoader(data, batch_size=12, sampler=sampler_of(data)).state_dict()
+    with pytest.raises(ConfigError, match="the same kind of sampler"):
+        ShadeLoader(ShadeDataset(range(40), cache=None), batch_size=12).load_state_dict(state)

@@ -1,0 +1,311 @@
+"""How long does a stop-and-copy stop the training, against a memcpy of the same bytes by one thread?
+
+Question
+    `copy` promises a stall of one copy of the state. Does every save keep that, in every process, with the training's
+    cores to itself and beside a process that keeps one core busy? What does each part of the design contribute?
+
+Method
+    A run is a process of its own: 12 transformer layers of GPT-2's width with Adam (85 M parameters, 973 MiB of state,
+    445 tensors), trained on all cores. It trains for 10 seconds, as a run does before its first save. Then 20 times:
+    a step, a memcpy of as many bytes; a step, a save. A save begins when the one before is durable. Rows and
+    situations take turns, in a new random order each round, and each round has new processes.
+
+    memcpy      the C library's, one thread, in one piece, from one private buffer to another, both written to before.
+    stall       what a save makes the training thread wait: the call, and what is waited for before the next step. The
+                first save of a process counts as any other.
+    ratio       stall over the median memcpy of the same process. p50, p99 and the largest are of all saves of a row;
+                the range is that of the processes' medians.
+    busy        beside a process that computes without end, at the same priority; quiet: without it. What else ran on
+                the machine is in neither's control: its load is in the file.
+
+    Rows that change one thing each: `one thread` copies without a helper; `small pages` leaves the pages of the buffers
+    small; `first touch` makes the buffer in the first save; `C library` copies by memcpy, tensor by tensor; `no
+    storage` keeps snapshots in memory alone; `flush beside` begins a save while the one before is being written (two
+    buffers); `Python thread` has a thread beside the training that computes in the interpreter, as a loader's does.
+    `before` is the checkout of another commit.
+
+Rule
+    Written before the results. The bar is a ratio of at most 1.2 at the 99th percentile, over all saves of ten
+    processes or more, quiet and busy: the smallest ratio that 99 % of the saves do not exceed. No save is left out.
+
+Command
+    python benchmarks/bench_stall.py --out benchmarks/results                 (10 processes of `copy`, 20 minutes)
+    python benchmarks/bench_stall.py --processes 3 --rows before "one thread" --before CHECKOUT --out benchmarks/results
+        more rows, added to those in OUT/stall.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from measures import Log, commit, percentile, processors
+
+WARM_UP_SECONDS: Final = 10.0
+BAR: Final = 1.2
+ROOT: Final = Path(__file__).resolve().parent.parent
+
+
+# ── one run, in a process of its own ────────────────────────────────────────────────────────────────────────────────
+
+
+class Memcpy:
+    """The floor: one thread, one piece, warm private pages.
+
+    Args:
+        num_bytes: Length of the copy.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._maps = [mmap.mmap(-1, num_bytes) for _ in range(2)]
+        self._views = [(ctypes.c_char * num_bytes).from_buffer(each) for each in self._maps]
+        for view in self._views:
+            ctypes.memset(view, 1, num_bytes)  # a page that was never written to is read from the cache
+
+    def seconds(self) -> float:
+        """Copies once."""
+        begun = time.perf_counter()
+        ctypes.memmove(self._views[1], self._views[0], self._num_bytes)
+        return time.perf_counter() - begun
+
+
+def child(row: str, num_saves: int, folder: Path) -> dict[str, Any]:
+    """Trains and saves; the seconds of each stall and memcpy."""
+    import torch
+
+    from shade import Checkpointer
+
+    settings = {"persist_to": str(folder), "run": f"stall-{os.getpid()}", "strategy": "copy", "every": "never"}
+    ROWS[row](settings)
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(768, 12, 3072, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    batch = torch.randn(1, 64, 768)
+    floor = Memcpy(3 * sum(each.nbytes for each in model.parameters()))
+    stalls: list[float] = []
+    memcpys: list[float] = []
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if row != "first touch" or stalls:
+            checkpointer.step()
+
+    with Checkpointer(**settings) as checkpointer:
+        checkpointer.attach(model=model, optimizer=optimizer)
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < WARM_UP_SECONDS:
+            step()
+        for _ in range(num_saves):
+            step()
+            memcpys.append(floor.seconds())
+            step()
+            begun = time.perf_counter()
+            handle = checkpointer.save()
+            checkpointer.wait_copy_complete()
+            stalls.append(time.perf_counter() - begun)
+            step()
+            if row != "flush beside":
+                handle.committed.result()
+    return {"stalls": stalls, "memcpys": memcpys, "torch": torch.__version__}
+
+
+def _as_it_is(settings: dict[str, Any]) -> None:
+    """Changes nothing."""
+
+
+def _one_thread(settings: dict[str, Any]) -> None:
+    from shade.checkpoint._buffer.tensor_copy import Copying
+
+    whole = Copying.finish
+    Copying.finish = lambda self, helper=None: whole(self)  # type: ignore[method-assign]
+
+
+def _small_pages(settings: dict[str, Any]) -> None:
+    from shade.checkpoint._buffer import shared_memory_tier
+
+    shared_memory_tier.make_huge = lambda *_: True
+
+
+def _c_library(settings: dict[str, Any]) -> None:
+    from shade.checkpoint._buffer import tensor_copy
+
+    tensor_copy._is_faster = lambda _: False
+
+
+def _no_storage(settings: dict[str, Any]) -> None:
+    del settings["persist_to"]
+
+
+def _python_thread(settings: dict[str, Any]) -> None:
+    def compute() -> None:
+        while True:
+            sum(range(1000))
+
+    threading.Thread(target=compute, daemon=True).start()
+
+
+def _flush_beside(settings: dict[str, Any]) -> None:
+    settings["in_flight"] = 2
+
+
+ROWS: Final[dict[str, Callable[[dict[str, Any]], None]]] = {
+    "copy": _as_it_is,
+    "before": _as_it_is,
+    "one thread": _one_thread,
+    "small pages": _small_pages,
+    "first touch": _as_it_is,
+    "C library": _c_library,
+    "no storage": _no_storage,
+    "flush beside": _flush_beside,
+    "Python thread": _python_thread,
+}
+"""By name, what a row changes in its process."""
+
+
+# ── rounds and the report ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def busy_core(is_busy: bool) -> Iterator[None]:
+    """A process that computes without end."""
+    if not is_busy:
+        yield
+        return
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def run_child(row: str, is_busy: bool, given: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one process."""
+    package = given.before if row == "before" else ROOT
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder, busy_core(is_busy):
+        command = [sys.executable, __file__, "--child", row, "--saves", str(given.saves), "--folder", folder]
+        environment = os.environ | {"PYTHONPATH": str(package)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{row} failed: {done.stderr[-2000:]}")
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def measure(given: argparse.Namespace, log: Log) -> None:
+    """Runs what the log lacks."""
+    for number in range(given.processes):
+        turns = [(row, is_busy) for row in given.rows for is_busy in (False, True)]
+        for row, is_busy in random.Random(number).sample(turns, len(turns)):
+            key = {"round": number, "row": row, "busy": is_busy}
+            if any(key.items() <= each.items() for each in log.rows):
+                continue
+            load = os.getloadavg()[0]
+            made = {"commit": commit(), "processors": processors(), "load": load}
+            log.add(key | made | run_child(row, is_busy, given))
+            print(f"round {number}: {row}{', busy' * is_busy}: {described(log.rows[-1])}", file=sys.stderr, flush=True)
+
+
+def ratios(row: dict[str, Any]) -> list[float]:
+    """Each stall of a process over its median memcpy."""
+    floor = statistics.median(row["memcpys"])
+    return [stall / floor for stall in row["stalls"]]
+
+
+def described(row: dict[str, Any]) -> str:
+    """A line on a process."""
+    found = ratios(row)
+    floor = statistics.median(row["memcpys"])
+    return f"memcpy {floor:.3f} s, median {statistics.median(found):.2f}, largest {max(found):.2f}"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown: a row for each way and situation."""
+    lines = [
+        "| way | machine | processes | saves | memcpy | stall p50 | ratio p50 | of processes | p99 | largest | first save |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in ROWS:
+        for is_busy in (False, True):
+            found = [row for row in rows if row["row"] == name and row["busy"] is is_busy]
+            if not found:
+                continue
+            every = [ratio for row in found for ratio in ratios(row)]
+            medians = [statistics.median(ratios(row)) for row in found]
+            memcpy = statistics.median(each for row in found for each in row["memcpys"])
+            stall = statistics.median(each for row in found for each in row["stalls"])
+            cells = [
+                name, "busy" if is_busy else "quiet", str(len(found)), str(len(every)), f"{1e3 * memcpy:.0f} ms",
+                f"{1e3 * stall:.0f} ms", f"{statistics.median(every):.2f}", f"{min(medians):.2f} to {max(medians):.2f}",
+                f"{percentile(every, 0.99):.2f}", f"{max(every):.2f}",
+                f"{statistics.median(ratios(row)[0] for row in found):.2f}",
+            ]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Whether the bar is met."""
+    told = []
+    for is_busy, name in ((False, "quiet"), (True, "busy")):
+        found = [row for row in rows if row["row"] == "copy" and row["busy"] is is_busy]
+        if found:
+            worst = percentile([ratio for row in found for ratio in ratios(row)], 0.99)
+            told.append(f"{name}, {len(found)} processes: {worst:.2f}, {'met' if worst <= BAR else 'missed'}")
+    return f"The bar of {BAR} at the 99th percentile: {'; '.join(told) or 'not measured'}."
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """The report."""
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    loads = [row["load"] for row in rows]
+    where = (
+        f"commit {commits}; torch {rows[0]['torch']}, {rows[0]['processors']}, load {min(loads):.1f} to "
+        f"{max(loads):.1f} as the processes began"
+    )
+    return "\n".join([where, "", *table(rows), "", verdict(rows), ""])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="How long a stop-and-copy stalls; see the top of the file.")
+    parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--saves", type=int, default=20)
+    parser.add_argument("--rows", nargs="+", default=["copy"], choices=list(ROWS))
+    parser.add_argument("--before", type=Path, help="a checkout of another commit, for the row `before`")
+    parser.add_argument("--out", type=Path, help="folder for stall.jsonl and stall.md")
+    parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        print(json.dumps(child(given.child, given.saves, given.folder)), flush=True)
+        return
+    if "before" in given.rows and given.before is None:
+        parser.error("the row `before` needs --before CHECKOUT")
+    log = Log(None if given.out is None else given.out / "stall.jsonl")
+    measure(given, log)
+    text = page(log.rows)
+    print(text)
+    if given.out is not None:
+        (given.out / "stall.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,31 +17,24 @@ operation has written further, or has ended, and is found either way. So the com
 threads that the system has interrupted as long as it takes. A torn tensor raises a `TornSnapshotError` that names it;
 the snapshot is refused, and training is not disturbed.
 
-Contiguous CPU tensors are copied without the interpreter's lock, past the caches: an ordinary store first fetches the
-line that it overwrites, so a copy moves every byte three times. The C library avoids that with streaming stores only
-for copies larger than the cache, and a state is hundreds of tensors of a few megabytes. So `prepare` compiles a loop of
-64-byte non-temporal stores with numba, in two seconds of a background thread, and uses it if a short probe finds it
-faster than the C library. Decision 0008 has the measurements. All other tensors are copied by `torch.Tensor.copy_`;
-those on devices into pinned memory, on a stream of their own.
+Contiguous CPU tensors are copied by `shared_loops`. All other tensors are copied by `torch.Tensor.copy_`; those on
+devices into pinned memory, on a stream of their own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
-import mmap
-import statistics
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from shade.checkpoint._buffer.shared_loops import LEAST_BYTES, PIECE_BYTES, SharedCopy, copy_bytes
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._buffer.torn_read import LONGEST_SECONDS, Comparison, wait_for_others
+from shade.checkpoint._buffer.torn_read import LONGEST_SECONDS, Comparison, TensorCopy, wait_for_others
 from shade.checkpoint._capture.flatten import torch_dtype
 from shade.checkpoint._capture.layout import bytes_of
 from shade.checkpoint._format.digest import digest_of
@@ -52,20 +45,6 @@ _SMALL_BYTES: Final = 2**18
 """State on the host, beside one on devices, is copied at once up to this size."""
 _ROOM_FACTOR: Final = 1.5
 """A device has room for a clone if so many times its bytes are free: the next step needs memory, too."""
-
-_LINE: Final = 64
-_BLOCK: Final = 4 * _LINE
-"""Bytes that one turn of the loop copies."""
-LEAST_BYTES: Final = 2**18
-"""Shorter copies use the C library: caches help them, and the call costs more than it saves."""
-_PROBE_BYTES: Final = 8 * 2**20
-_PROBE_ROUNDS: Final = 5
-
-
-logger = logging.getLogger("shade.checkpoint")
-_lock = threading.Lock()
-_stream: Callable[[int, int, int], None] | None = None
-_is_prepared = False
 
 _Part = tuple[str, int, int]
 """Part of a tensor: its name, the first byte, and the end."""
@@ -254,19 +233,18 @@ class Copying:
         else:
             self._view(name).copy_(tensor)
 
-    def _copy_all(self, names: Iterable[str]) -> None:
+    def _share(self, names: Iterable[str]) -> SharedCopy:
+        """Returns the copy of those tensors that lie on the host in one piece; they count as copied."""
+        ranges = []
         for name in names:
-            self.copy(name)
-
-    def _halves(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Returns two lists of about as many bytes: the largest tensor first, each to the list that has less."""
-        halves: tuple[list[str], list[str]] = ([], [])
-        lengths = [0, 0]
-        for name in sorted(names, key=lambda name: self._entries[name].start - self._entries[name].stop):
-            less = int(lengths[1] < lengths[0])
-            halves[less].append(name)
-            lengths[less] += self._entries[name].stop - self._entries[name].start
-        return halves
+            entry, tensor = self._entries[name], self._source[name]
+            if self._stream_hash is None and _is_plain(tensor):
+                del self._to_copy[name]
+                begun, length = self._begun.pop(name, 0), entry.stop - entry.start
+                self._pauses.setdefault(name, []).extend(range(begun + PIECE_BYTES, length, PIECE_BYTES))
+                address = self._buffer.data_ptr() + entry.start
+                ranges.append((address + begun, tensor.data_ptr() + begun, length - begun))
+        return SharedCopy(ranges)
 
     def _view(self, name: str) -> torch.Tensor:
         entry = self._entries[name]
@@ -311,16 +289,15 @@ class Copying:
         return True
 
     def settle(self, names: Iterable[str], helper: Executor | None = None) -> None:
-        """Copies tensors and checks them now; later changes to them do not concern this snapshot. A ``helper`` copies
-        half of the bytes in a second thread. Raises `TornSnapshotError` if one has changed since the start; the
-        buffer's content is worth nothing."""
+        """Copies tensors and checks them now; later changes to them do not concern this snapshot. A ``helper`` takes a
+        part of both. Raises `TornSnapshotError` if one has changed since the start; the buffer's content is worth
+        nothing."""
         names = list(names)
         left = [name for name in names if name in self._to_copy]
-        mine, theirs = (left, []) if helper is None else self._halves(left)
-        helped = None if helper is None else helper.submit(self._copy_all, theirs)
-        self._copy_all(mine)
-        if helped is not None:
-            helped.result()
+        self._share(left).run(helper)
+        for name in left:
+            if name in self._to_copy:
+                self.copy(name)
         for stream in self._streams.values():
             stream.synchronize()
         if names and not wait_for_others():  # also where `advance`, or another thread, has copied them all
@@ -333,21 +310,27 @@ class Copying:
             if now != before:
                 self._comparison.in_full |= now[:2] == before[:2]
                 raise self._torn(name)
+        torn = self._first_torn(names, helper)
+        if torn is not None:
+            raise self._torn(torn)
         for name in names:
-            tensor = self._source[name]
-            if tensor.device.type == "cpu" and not self._agrees(name, tensor):
-                raise self._torn(name)
             del self._unchecked[name]
 
     def finish(self, helper: Executor | None = None) -> None:
         """Settles all tensors that are not settled yet; see `settle`."""
         self.settle(self._unchecked, helper)
 
-    def _agrees(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a CPU tensor equals its copy, in the places that are compared."""
-        if not tensor.is_contiguous():
-            return self._comparison.agrees_in_full(tensor, self._view(name))
-        return self._comparison.agrees(tensor, self._buffer, self._entries[name].start, self._pauses.get(name, ()))
+    def _first_torn(self, names: Iterable[str], helper: Executor | None) -> str | None:
+        """Returns the first CPU tensor that differs from its copy, in the places that are compared."""
+        address, plain = self._buffer.data_ptr(), []
+        for name in names:
+            tensor = self._source[name]
+            if _is_plain(tensor):
+                copied = address + self._entries[name].start
+                plain.append(TensorCopy(name, tensor, copied, self._pauses.get(name, ())))
+            elif tensor.device.type == "cpu" and not self._comparison.agrees_in_full(tensor, self._view(name)):
+                return name
+        return self._comparison.first_torn(plain, helper)
 
     def _torn(self, name: str) -> TornSnapshotError:
         return TornSnapshotError(
@@ -378,90 +361,3 @@ def _fingerprint(name: str, tensor: torch.Tensor) -> tuple[int, int, bytes]:
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         ends = ctypes.string_at(address, width) + ctypes.string_at(address + last * width, width)
     return tensor._version, address, ends
-
-
-def copy_bytes(target: int, source: int, num_bytes: int) -> None:
-    """Copies memory from one address to another; the two ranges must not overlap."""
-    stream = _stream
-    if stream is None or num_bytes < LEAST_BYTES:
-        ctypes.memmove(target, source, num_bytes)
-        return
-    # The ends first: between two calls this thread may have to wait for the interpreter, and a writer that the copy had
-    # overtaken could overtake it in turn. So no bytes are copied after the body that could be newer than the body.
-    head = -target % _LINE
-    body = (num_bytes - head) // _BLOCK * _BLOCK
-    ctypes.memmove(target, source, head)
-    ctypes.memmove(target + head + body, source + head + body, num_bytes - head - body)
-    stream(target + head, source + head, body)
-
-
-def prepare() -> None:
-    """Compiles the streaming loop and decides whether to use it; once a process, in a background thread."""
-    global _stream, _is_prepared
-    with _lock:
-        if _is_prepared:
-            return
-        _is_prepared = True
-        try:
-            stream = _compile()
-        except Exception as error:  # noqa: BLE001 - whatever a compiler may raise: the C library can do it
-            logger.info("snapshots are copied by the C library: %s", error)
-            return
-        _stream = stream if _is_faster(stream) else None
-
-
-def _is_faster(stream: Callable[[int, int, int], None]) -> bool:
-    """Whether the loop beats the C library on a tensor's worth of bytes, in the median."""
-    maps = [mmap.mmap(-1, _PROBE_BYTES) for _ in range(2)]
-    target, source = ((ctypes.c_char * _PROBE_BYTES).from_buffer(each) for each in maps)
-    addresses = ctypes.addressof(target), ctypes.addressof(source)
-    ways: tuple[Callable[..., Any], ...] = (stream, ctypes.memmove)
-    took: tuple[list[float], ...] = ([], [])
-    for _ in range(_PROBE_ROUNDS):
-        for copy, seconds in zip(ways, took, strict=True):
-            begun = time.perf_counter()
-            copy(*addresses, _PROBE_BYTES)
-            seconds.append(time.perf_counter() - begun)
-    ours, theirs = map(statistics.median, took)
-    return ours < theirs
-
-
-def _compile() -> Callable[[int, int, int], None]:
-    """Returns the loop; it takes target (aligned to a line), source, and bytes (a multiple of the block)."""
-    import numba
-    from llvmlite import ir
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def stream_blocks(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
-        signature = numba.types.void(numba.types.uintp, numba.types.uintp, numba.types.uintp)
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            to, of, length = arguments
-            word, line = ir.IntType(64), ir.VectorType(ir.IntType(64), 8)
-            entry = builder.block
-            loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
-            builder.cbranch(builder.icmp_unsigned("==", length, word(0)), done, loop)
-            builder.position_at_end(loop)
-            position = builder.phi(word)
-            position.add_incoming(word(0), entry)
-            for offset in range(0, _BLOCK, _LINE):
-                here = builder.add(position, word(offset))
-                value = builder.load(builder.inttoptr(builder.add(of, here), line.as_pointer()), align=1)
-                stored = builder.store(value, builder.inttoptr(builder.add(to, here), line.as_pointer()), align=_LINE)
-                stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
-            after = builder.add(position, word(_BLOCK))
-            position.add_incoming(after, loop)
-            builder.cbranch(builder.icmp_unsigned("<", after, length), loop, done)
-            builder.position_at_end(done)
-            builder.fence("seq_cst")  # streaming stores are unordered without a fence
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    @numba.njit("void(uintp, uintp, uintp)", nogil=True)
-    def stream(target: int, source: int, num_bytes: int) -> None:
-        stream_blocks(target, source, num_bytes)  # type: ignore[call-arg]
-
-    compiled: Callable[[int, int, int], None] = stream
-    return compiled

@@ -17,26 +17,28 @@ all bytes would cost another copy; so `Comparison` compares a few places, where 
 in the next can hide, while a writer fills a tensor from front to back. A copy that overtakes it and stays ahead is old
 from there on: one word every 32 KiB, and both ends, show that. A copy that is overtaken in a pause is old up to there:
 a word is compared before each pause. If several threads write a part each, the word at the end of each part shows it.
-There remains a copy that was interrupted within 32 KiB of overtaking an uncounted writer; to meet that takes a writer
-that writes all the time, so after the first difference found anywhere in a state, every byte is compared. Decision 0008
-has the measurements.
+Pieces of a tensor that several threads copy begin and end at compared words. There remains a copy that was interrupted
+within 32 KiB of overtaking an uncounted writer; to meet that takes a writer that writes all the time, so after the
+first difference found anywhere in a state, every byte is compared. Decision 0008 has the measurements.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import platform
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from shade.checkpoint._buffer.shared_loops import STRIDE_BYTES, SharedComparison
 from shade.checkpoint._pacing.schedule import processor_ns
 
 REST_SECONDS: Final = 0.0005
@@ -149,19 +151,10 @@ def _touch_processors() -> None:
         _libc.syscall(number, _PRIVATE_EXPEDITED, 0, 0)
 
 
-_PLACES: Final = 4
-_PLACE_BYTES: Final = 64
-"""Length of each compared place; the ends of a tensor are two of them."""
-_SMALL_BYTES: Final = 2**18
-"""Of a shorter tensor only the two ends are compared."""
-_STRIDE_BYTES: Final = 32 * 2**10
-"""Distance of further places, of a word each, in longer tensors; shorter tensors are compared in full."""
-_WORD_BYTES: Final = 8
 _GRAIN: Final = 2**15
 """Least number of elements that ATen gives to a thread (at::internal::GRAIN_SIZE)."""
+_WORD_BYTES: Final = 8
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Comparison:
@@ -171,20 +164,23 @@ class Comparison:
         self.in_full = False
         """Whether every byte is compared: a tensor has differed before."""
 
-    def agrees(self, tensor: torch.Tensor, buffer: torch.Tensor, start: int, pauses: Iterable[int] = ()) -> bool:
-        """Whether a contiguous CPU tensor equals its copy in a buffer, bit for bit, in the places that are compared.
+    def first_torn(self, copies: Iterable[TensorCopy], helper: Executor | None = None) -> str | None:
+        """Compares contiguous CPU tensors with their copies, bit for bit, in the places that are compared.
 
-        ``pauses`` are offsets in bytes, in the tensor, at which copying was interrupted.
+        Returns:
+            The name of the first tensor that differs; None if all agree.
         """
-        live, copied, length = tensor.data_ptr(), buffer.data_ptr() + start, tensor.nbytes
-        if self.in_full or length <= _STRIDE_BYTES:
-            same = bool(_memcmp(live, copied, length) == 0)
-        else:
-            words = _same_words(tensor, buffer.numpy()[start : start + length])
-            places = _places(length) + _words_before([*pauses, *_ends_of_parts(tensor, torch.get_num_threads())])
-            same = words and all(_memcmp(live + offset, copied + offset, width) == 0 for offset, width in places)
-        self.in_full |= not same
-        return same
+        names: list[str] = []
+        ranges: list[tuple[int, int, int]] = []
+        for each in copies:
+            found = each.ranges(self.in_full)
+            ranges += found
+            names += [each.name] * len(found)
+        compared = SharedComparison(ranges)
+        compared.run(helper)
+        torn = [names[number] for number in compared.differing]
+        self.in_full |= bool(torn)
+        return next(iter(torn), None)
 
     def agrees_in_full(self, tensor: torch.Tensor, copied: torch.Tensor) -> bool:
         """Whether a CPU tensor of any layout equals its copy, bit for bit."""
@@ -193,28 +189,33 @@ class Comparison:
         return same
 
 
+@dataclass(frozen=True)
+class TensorCopy:
+    """A contiguous CPU tensor and where its copy lies."""
+
+    name: str
+    tensor: torch.Tensor
+    copied: int
+    """Address of the copy."""
+    pauses: Sequence[int] = ()
+    """Offsets in bytes, in the tensor, at which copying was interrupted, or another thread may have continued."""
+
+    def ranges(self, in_full: bool) -> list[tuple[int, int, int]]:
+        """Returns what is compared: the two addresses and the length of each range."""
+        live, copied, length = self.tensor.data_ptr(), self.copied, self.tensor.nbytes
+        if in_full:
+            offsets = range(0, length, STRIDE_BYTES)
+            return [(live + each, copied + each, min(STRIDE_BYTES, length - each)) for each in offsets]
+        if length <= STRIDE_BYTES:
+            return [(live, copied, length)]
+        ends = itertools.chain(self.pauses, _ends_of_parts(self.tensor, torch.get_num_threads()))
+        words = [max(0, end - _WORD_BYTES) for end in ends]
+        return [(live, copied, length), *((live + each, copied + each, _WORD_BYTES) for each in words)]
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a CPU tensor's bits as integers, so that NaN equals itself and -0 does not equal 0."""
     return tensor.detach().resolve_neg().view(_INTEGERS[tensor.itemsize])
-
-
-def _same_words(tensor: torch.Tensor, copied: npt.NDArray[np.uint8]) -> bool:
-    """Whether the words at regular distances are the same."""
-    whole, step = len(copied) // _WORD_BYTES * _WORD_BYTES, _STRIDE_BYTES // _WORD_BYTES
-    here = tensor.view(-1).view(torch.uint8).numpy()[:whole].view(np.uint64)[::step]
-    return np.array_equal(here, copied[:whole].view(np.uint64)[::step])
-
-
-def _places(length: int) -> list[tuple[int, int]]:
-    """Returns offset and width of both ends, and of places evenly between them."""
-    width = min(_PLACE_BYTES, length)
-    last = (_PLACES if length > _SMALL_BYTES else 2) - 1
-    return [((length - width) * place // last, width) for place in range(last + 1)]
-
-
-def _words_before(ends: list[int]) -> list[tuple[int, int]]:
-    """Returns offset and width of the last word before each end."""
-    return [(max(0, end - _WORD_BYTES), min(_WORD_BYTES, end)) for end in ends]
 
 
 def _ends_of_parts(tensor: torch.Tensor, num_threads: int) -> range:

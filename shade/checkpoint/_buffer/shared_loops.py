@@ -1,0 +1,315 @@
+"""Loops over memory that several threads share: one copies ranges, one compares ranges with their copies.
+
+A state is hundreds of tensors. Copied or compared one by one from Python, each costs a return to the interpreter, and
+each return waits while another thread computes in it: 5 ms, where the copy itself takes 0.2 ms. A helper with a fixed
+share of the tensors is waited for, even where it has no core. So all ranges go into one table, and one compiled call
+without the interpreter's lock goes through it; a second thread may join with the same call. Each takes the next row
+until none is left, so a thread without a core does little and delays the others by one row at most.
+
+Rows are copied past the caches: an ordinary store first fetches the line that it overwrites, so a copy moves every byte
+three times. The C library avoids that only for copies larger than the cache, so the loop has 64-byte non-temporal
+stores of its own, where a short probe finds them faster. `prepare` compiles both loops with numba, in some seconds of a
+background thread. Before that, and where there is no compiler, the C library does the work, row by row. Decisions 0008
+and 0047 have the measurements. Invariant: when all threads have returned, each row was done once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import statistics
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+LEAST_BYTES: Final = 2**18
+"""Shorter copies use the C library: caches help them."""
+STRIDE_BYTES: Final = 2**15
+"""Distance of the words that are compared in long ranges; shorter ranges are compared in full."""
+PIECE_BYTES: Final = 64 * STRIDE_BYTES
+"""Longest range that a thread copies at a time, in 0.2 ms."""
+END_BYTES: Final = 64
+"""Length of what is compared at both ends of a long range."""
+_WORD_BYTES: Final = 8
+_LINE: Final = 64
+_BLOCK: Final = 4 * _LINE
+"""Bytes that one turn of the copying loop copies."""
+_PROBE_BYTES: Final = 8 * 2**20
+_PROBE_ROUNDS: Final = 5
+
+logger = logging.getLogger("shade.checkpoint")
+_Loop = Callable[[npt.NDArray[np.uintp], int, int], None]
+"""Goes through a table of rows; takes the address of the number of rows taken, and a number of its own."""
+_lock = threading.Lock()
+_loops: tuple[_Loop, _Loop] | None = None
+"""The compiled loops: copy, compare."""
+_is_streaming = False
+"""Whether the copying loop uses streaming stores."""
+_is_prepared = False
+_libc = ctypes.PyDLL(None)
+"""Calls keep the interpreter's lock: to get it back can take longer than to compare a few bytes."""
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class _SharedLoop(ABC):
+    """Rows of numbers that threads work through together.
+
+    Args:
+        rows: Two addresses and a number each.
+    """
+
+    def __init__(self, rows: list[tuple[int, int, int]]) -> None:
+        self._row_N3 = np.array(rows, dtype=np.uintp).reshape(-1, 3)
+        self._num_taken = np.zeros(1, dtype=np.int64)
+        self._left = iter(rows)
+        self._compiled = _loops
+
+    def run(self, helper: Executor | None = None) -> None:
+        """Returns when all rows are done. A helper joins, unless it begins too late."""
+        helped = None if helper is None else helper.submit(self._take_all)
+        try:
+            self._take_all()
+        finally:
+            if helped is not None and not helped.cancel():
+                helped.result()
+
+    @abstractmethod
+    def _take_all(self) -> None:
+        """Works through rows until all are taken."""
+
+
+class SharedCopy(_SharedLoop):
+    """Copies memory.
+
+    Args:
+        ranges: Target address, source address and length in bytes of each; they do not overlap.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        super().__init__(
+            [
+                (target + first, source + first, min(PIECE_BYTES, num_bytes - first))
+                for target, source, num_bytes in ranges
+                for first in range(0, num_bytes, PIECE_BYTES)
+            ]
+        )
+
+    @override
+    def _take_all(self) -> None:
+        if self._compiled is not None:
+            self._compiled[0](self._row_N3, self._num_taken.ctypes.data, _is_streaming)
+            return
+        for row in self._left:
+            ctypes.memmove(*row)
+
+
+class SharedComparison(_SharedLoop):
+    """Compares memory ranges with their copies: short ones in full, long ones at both ends and in a word every
+    `STRIDE_BYTES`.
+
+    Args:
+        ranges: Two addresses and a length in bytes each.
+    """
+
+    def __init__(self, ranges: list[tuple[int, int, int]]) -> None:
+        super().__init__(ranges)
+        self._numbered = enumerate(ranges)
+        self._differs_N = np.zeros(len(ranges), dtype=np.uint8)
+
+    @property
+    def differing(self) -> list[int]:
+        """Numbers of the ranges in which a difference was found."""
+        return [int(number) for number in np.flatnonzero(self._differs_N)]
+
+    @override
+    def _take_all(self) -> None:
+        if self._compiled is not None:
+            self._compiled[1](self._row_N3, self._num_taken.ctypes.data, self._differs_N.ctypes.data)
+            return
+        for number, row in self._numbered:
+            self._differs_N[number] = _differs(*row)
+
+
+def _differs(first: int, second: int, num_bytes: int) -> bool:
+    """Whether two ranges differ, in the places that are compared."""
+    if num_bytes <= STRIDE_BYTES:
+        return bool(_libc.memcmp(first, second, num_bytes))
+    last = num_bytes - END_BYTES
+    if any(_libc.memcmp(first + place, second + place, END_BYTES) for place in (0, last)):
+        return True
+    num_words, step = num_bytes // _WORD_BYTES, STRIDE_BYTES // _WORD_BYTES
+    arrays = [np.ctypeslib.as_array((ctypes.c_uint64 * num_words).from_address(each)) for each in (first, second)]
+    return not np.array_equal(arrays[0][::step], arrays[1][::step])
+
+
+def copy_bytes(target: int, source: int, num_bytes: int) -> None:
+    """Copies memory from one address to another; the two ranges must not overlap."""
+    if num_bytes < LEAST_BYTES:
+        ctypes.memmove(target, source, num_bytes)
+    else:
+        SharedCopy([(target, source, num_bytes)]).run()
+
+
+def prepare() -> None:
+    """Compiles the loops and decides whether to stream; once a process, in a background thread."""
+    global _loops, _is_streaming, _is_prepared
+    with _lock:
+        if _is_prepared:
+            return
+        _is_prepared = True
+        try:
+            loops = _compile()
+        except Exception as error:  # noqa: BLE001 - whatever a compiler may raise: the C library can do it
+            logger.info("snapshots are copied by the C library: %s", error)
+            return
+        _is_streaming = _is_faster(loops[0])
+        _loops = loops
+
+
+def _is_faster(copy: _Loop) -> bool:
+    """Whether streaming stores beat the C library on a tensor's worth of bytes, in the median."""
+    maps = [mmap.mmap(-1, _PROBE_BYTES) for _ in range(2)]
+    target, source = ((ctypes.c_char * _PROBE_BYTES).from_buffer(each) for each in maps)
+    ctypes.memset(source, 1, _PROBE_BYTES)  # a page that was never written to is read from the cache
+    row_13 = np.array([[ctypes.addressof(target), ctypes.addressof(source), _PROBE_BYTES]], dtype=np.uintp)
+    took: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(_PROBE_ROUNDS):
+        for streams, seconds in took.items():
+            num_taken = np.zeros(1, dtype=np.int64)
+            begun = time.perf_counter()
+            copy(row_13, num_taken.ctypes.data, streams)
+            seconds.append(time.perf_counter() - begun)
+    return statistics.median(took[True]) < statistics.median(took[False])
+
+
+def _compile() -> tuple[_Loop, _Loop]:
+    """Returns the loops that copy and that compare."""
+    import numba
+    from llvmlite import ir
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    word, line = ir.IntType(64), ir.VectorType(ir.IntType(64), 8)
+    address = numba.types.uintp
+
+    @intrinsic
+    def take(typing_context: Any, counter: Any) -> Any:
+        """Adds 1 to a counter that threads share, and returns what it was."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.atomic_rmw("add", builder.inttoptr(arguments[0], word.as_pointer()), word(1), "monotonic")
+
+        return address(address), generate
+
+    @intrinsic
+    def word_at(typing_context: Any, place: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.load(builder.inttoptr(arguments[0], word.as_pointer()), align=1)
+
+        return numba.types.uint64(address), generate
+
+    @intrinsic
+    def byte_at(typing_context: Any, place: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.load(builder.inttoptr(arguments[0], cgutils.voidptr_t))
+
+        return numba.types.uint8(address), generate
+
+    @intrinsic
+    def mark(typing_context: Any, place: Any) -> Any:
+        """Sets the byte at an address to 1."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            builder.store(ir.IntType(8)(1), builder.inttoptr(arguments[0], cgutils.voidptr_t))
+            return context.get_dummy_value()
+
+        return numba.types.void(address), generate
+
+    @intrinsic
+    def move(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            to, of, length = arguments
+            to, of = (builder.inttoptr(each, cgutils.voidptr_t) for each in (to, of))
+            cgutils.raw_memcpy(builder, to, of, length, 1)  # type: ignore[no-untyped-call]
+            return context.get_dummy_value()
+
+        return numba.types.void(address, address, address), generate
+
+    @intrinsic
+    def stream_blocks(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
+        """Copies a multiple of the block to a target aligned to a line."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            to, of, length = arguments
+            entry = builder.block
+            loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
+            builder.cbranch(builder.icmp_unsigned("==", length, word(0)), done, loop)
+            builder.position_at_end(loop)
+            position = builder.phi(word)
+            position.add_incoming(word(0), entry)
+            for offset in range(0, _BLOCK, _LINE):
+                here = builder.add(position, word(offset))
+                value = builder.load(builder.inttoptr(builder.add(of, here), line.as_pointer()), align=1)
+                stored = builder.store(value, builder.inttoptr(builder.add(to, here), line.as_pointer()), align=_LINE)
+                stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+            after = builder.add(position, word(_BLOCK))
+            position.add_incoming(after, loop)
+            builder.cbranch(builder.icmp_unsigned("<", after, length), loop, done)
+            builder.position_at_end(done)
+            builder.fence("seq_cst")  # streaming stores are unordered without a fence
+            return context.get_dummy_value()
+
+        return numba.types.void(address, address, address), generate
+
+    @numba.njit("void(uintp[:, ::1], uintp, uintp)", nogil=True)
+    def copy(row_N3: Any, num_taken: Any, streams: Any) -> None:
+        number: Any = take(num_taken)  # type: ignore[call-arg]
+        while number < len(row_N3):
+            target, source, num_bytes = row_N3[number]
+            head, body = num_bytes, address(0)
+            if streams and num_bytes >= LEAST_BYTES:
+                head = (_LINE - target % _LINE) % _LINE
+                body = (num_bytes - head) // _BLOCK * _BLOCK
+            # The ends first: this thread may be interrupted, and a writer that the copy had overtaken could overtake it
+            # in turn. So no bytes are copied after the body that could be newer than the body.
+            move(target, source, head)
+            move(target + head + body, source + head + body, num_bytes - head - body)
+            stream_blocks(target + head, source + head, body)
+            number = take(num_taken)
+
+    @numba.njit("boolean(uintp, uintp, uintp)", nogil=True)
+    def differ(first: Any, second: Any, num_bytes: Any) -> bool:
+        whole = num_bytes // _WORD_BYTES * _WORD_BYTES
+        for place in range(0, whole, _WORD_BYTES):
+            if word_at(first + address(place)) != word_at(second + address(place)):  # type: ignore[call-arg]
+                return True
+        for place in range(whole, num_bytes):
+            if byte_at(first + address(place)) != byte_at(second + address(place)):  # type: ignore[call-arg]
+                return True
+        return False
+
+    @numba.njit("void(uintp[:, ::1], uintp, uintp)", nogil=True)
+    def compare(row_N3: Any, num_taken: Any, differs: Any) -> None:
+        number: Any = take(num_taken)  # type: ignore[call-arg]
+        while number < len(row_N3):
+            first, second, num_bytes = row_N3[number]
+            if num_bytes <= STRIDE_BYTES:
+                is_different = differ(first, second, num_bytes)
+            else:
+                last = num_bytes - address(END_BYTES)
+                is_different = differ(first, second, END_BYTES) or differ(first + last, second + last, END_BYTES)
+                for place in range(0, num_bytes - _WORD_BYTES + 1, STRIDE_BYTES):
+                    is_different |= word_at(first + address(place)) != word_at(second + address(place))
+            if is_different:
+                mark(differs + number)
+            number = take(num_taken)
+
+    return copy, compare

@@ -22,7 +22,7 @@ import statistics
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, Final
 
@@ -63,14 +63,15 @@ class _SharedLoop(ABC):
     """Rows of numbers that threads work through together.
 
     Args:
-        rows: Two addresses and a number each.
+        row_N3: Two addresses and a length in bytes each.
     """
 
-    def __init__(self, rows: list[tuple[int, int, int]]) -> None:
-        self._row_N3 = np.array(rows, dtype=np.uintp).reshape(-1, 3)
+    def __init__(self, row_N3: npt.NDArray[np.uintp]) -> None:
+        self._row_N3 = np.ascontiguousarray(row_N3)
         self._num_taken = np.zeros(1, dtype=np.int64)
-        self._left = iter(rows)
         self._compiled = _loops
+        self._left = enumerate([] if self._compiled is not None else self._row_N3.tolist())
+        """For the library: what no thread has taken."""
 
     def run(self, helper: Executor | None = None) -> None:
         """Returns when all rows are done. A helper joins, unless it begins too late."""
@@ -93,21 +94,16 @@ class SharedCopy(_SharedLoop):
         ranges: Target address, source address and length in bytes of each; they do not overlap.
     """
 
-    def __init__(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        super().__init__(
-            [
-                (target + first, source + first, min(PIECE_BYTES, num_bytes - first))
-                for target, source, num_bytes in ranges
-                for first in range(0, num_bytes, PIECE_BYTES)
-            ]
-        )
+    def __init__(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        _, piece_N3 = cut(np.array(ranges, dtype=np.uintp).reshape(-1, 3), PIECE_BYTES)
+        super().__init__(piece_N3)
 
     @override
     def _take_all(self) -> None:
         if self._compiled is not None:
             self._compiled[0](self._row_N3, self._num_taken.ctypes.data, _is_streaming)
             return
-        for row in self._left:
+        for _, row in self._left:
             ctypes.memmove(*row)
 
 
@@ -116,13 +112,12 @@ class SharedComparison(_SharedLoop):
     `STRIDE_BYTES`.
 
     Args:
-        ranges: Two addresses and a length in bytes each.
+        row_N3: Two addresses and a length in bytes each.
     """
 
-    def __init__(self, ranges: list[tuple[int, int, int]]) -> None:
-        super().__init__(ranges)
-        self._numbered = enumerate(ranges)
-        self._differs_N = np.zeros(len(ranges), dtype=np.uint8)
+    def __init__(self, row_N3: npt.NDArray[np.uintp]) -> None:
+        super().__init__(row_N3)
+        self._differs_N = np.zeros(len(row_N3), dtype=np.uint8)
 
     @property
     def differing(self) -> list[int]:
@@ -134,8 +129,19 @@ class SharedComparison(_SharedLoop):
         if self._compiled is not None:
             self._compiled[1](self._row_N3, self._num_taken.ctypes.data, self._differs_N.ctypes.data)
             return
-        for number, row in self._numbered:
+        for number, row in self._left:
             self._differs_N[number] = _differs(*row)
+
+
+def cut(row_N3: npt.NDArray[np.uintp], piece_bytes: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uintp]]:
+    """Cuts rows of two addresses and a length into pieces; returns the number of each piece's row, and the pieces."""
+    count_N = -(-row_N3[:, 2].astype(np.int64) // piece_bytes)
+    number_P = np.repeat(np.arange(len(row_N3)), count_N)
+    place_P = np.arange(len(number_P)) - np.repeat(np.cumsum(count_N) - count_N, count_N)
+    offset_P = (place_P * piece_bytes).astype(np.uintp)
+    first_P, second_P, length_P = row_N3[number_P].T
+    width_P = np.minimum(length_P - offset_P, np.uintp(piece_bytes))
+    return number_P, np.stack([first_P + offset_P, second_P + offset_P, width_P], axis=1)
 
 
 def _differs(first: int, second: int, num_bytes: int) -> bool:

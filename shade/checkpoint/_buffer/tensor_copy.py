@@ -23,18 +23,19 @@ devices into pinned memory, on a stream of their own.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from shade.checkpoint._buffer.shared_loops import LEAST_BYTES, PIECE_BYTES, SharedCopy, copy_bytes
+from shade.checkpoint._buffer.shared_loops import LEAST_BYTES, SharedCopy, copy_bytes
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._buffer.torn_read import LONGEST_SECONDS, Comparison, TensorCopy, wait_for_others
+from shade.checkpoint._buffer.torn_read import LONGEST_SECONDS, Comparison, wait_for_others
 from shade.checkpoint._capture.flatten import torch_dtype
 from shade.checkpoint._capture.layout import bytes_of
 from shade.checkpoint._format.digest import digest_of
@@ -46,6 +47,8 @@ _SMALL_BYTES: Final = 2**18
 _ROOM_FACTOR: Final = 1.5
 """A device has room for a clone if so many times its bytes are free: the next step needs memory, too."""
 
+_WIDEST_ITEM: Final = 16
+"""Bytes of the longest item of a tensor: complex128."""
 _Part = tuple[str, int, int]
 """Part of a tensor: its name, the first byte, and the end."""
 
@@ -74,10 +77,10 @@ class Copying:
         self.steady = steady
         self._comparison = Comparison() if comparison is None else comparison
         self._stream_hash = stream_hash
-        self._source = {name: source[name].detach() for name in entries}
         self._live = {name: source[name] for name in entries}
+        self._source = {name: each if _is_plain(each) else each.detach() for name, each in self._live.items()}
         self._entries, self._buffer = entries, buffer
-        self._fingerprints = {name: _fingerprint(name, tensor) for name, tensor in self._live.items()}
+        self._fingerprints = Fingerprints(self._live)
         self._to_copy = dict.fromkeys(entries)
         self._taking = threading.Lock()
         self._begun: dict[str, int] = {}
@@ -235,15 +238,14 @@ class Copying:
 
     def _share(self, names: Iterable[str]) -> SharedCopy:
         """Returns the copy of those tensors that lie on the host in one piece; they count as copied."""
-        ranges = []
-        for name in names:
-            entry, tensor = self._entries[name], self._source[name]
-            if self._stream_hash is None and _is_plain(tensor):
+        address, ranges = self._buffer.data_ptr(), []
+        for name in names if self._stream_hash is None else ():
+            tensor = self._source[name]
+            if _is_plain(tensor):
                 del self._to_copy[name]
-                begun, length = self._begun.pop(name, 0), entry.stop - entry.start
-                self._pauses.setdefault(name, []).extend(range(begun + PIECE_BYTES, length, PIECE_BYTES))
-                address = self._buffer.data_ptr() + entry.start
-                ranges.append((address + begun, tensor.data_ptr() + begun, length - begun))
+                begun, entry = self._begun.pop(name, 0), self._entries[name]
+                start = entry.start + begun
+                ranges.append((address + start, tensor.data_ptr() + begun, entry.stop - start))
         return SharedCopy(ranges)
 
     def _view(self, name: str) -> torch.Tensor:
@@ -280,12 +282,12 @@ class Copying:
         clones = {name: self._source[name].clone() for name in left}
         for device in needed_bytes:
             torch.cuda.current_stream(device).synchronize()
-        for name in left:
-            if _fingerprint(name, self._live[name]) != self._fingerprints[name]:
-                raise self._torn(name)
+        changed = self._fingerprints.first_changed(left)
+        if changed is not None:
+            raise self._torn(changed)
         self._source |= clones
         self._live |= clones
-        self._fingerprints |= {name: _fingerprint(name, clone) for name, clone in clones.items()}
+        self._fingerprints = Fingerprints(self._live)  # no others are left to check
         return True
 
     def settle(self, names: Iterable[str], helper: Executor | None = None) -> None:
@@ -305,12 +307,10 @@ class Copying:
                 "expected to see every other thread rest or run while a copy was checked, got one without a processor "
                 f"for {LONGEST_SECONDS:g} s; nothing was saved: give the training fewer threads, or more cores"
             )
-        for name in names:
-            before, now = self._fingerprints[name], _fingerprint(name, self._live[name])
-            if now != before:
-                self._comparison.in_full |= now[:2] == before[:2]
-                raise self._torn(name)
-        torn = self._first_torn(names, helper)
+        changed = self._fingerprints.first_changed(names)
+        if changed is not None:
+            self._comparison.in_full |= not self._fingerprints.is_counted(changed)
+        torn = changed or self._first_torn(names, helper)
         if torn is not None:
             raise self._torn(torn)
         for name in names:
@@ -322,15 +322,15 @@ class Copying:
 
     def _first_torn(self, names: Iterable[str], helper: Executor | None) -> str | None:
         """Returns the first CPU tensor that differs from its copy, in the places that are compared."""
-        address, plain = self._buffer.data_ptr(), []
+        address = self._buffer.data_ptr()
+        plain: dict[str, tuple[torch.Tensor, int]] = {}
         for name in names:
             tensor = self._source[name]
             if _is_plain(tensor):
-                copied = address + self._entries[name].start
-                plain.append(TensorCopy(name, tensor, copied, self._pauses.get(name, ())))
-            elif tensor.device.type == "cpu" and not self._comparison.agrees_in_full(tensor, self._view(name)):
+                plain[name] = tensor, address + self._entries[name].start
+            elif tensor.is_cpu and not self._comparison.agrees_in_full(tensor, self._view(name)):
                 return name
-        return self._comparison.first_torn(plain, helper)
+        return self._comparison.first_torn(plain, self._pauses, helper)
 
     def _torn(self, name: str) -> TornSnapshotError:
         return TornSnapshotError(
@@ -341,7 +341,7 @@ class Copying:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor's bytes lie on the host, one after the other."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.is_cpu and tensor.is_contiguous()
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -350,14 +350,55 @@ def _free_bytes(device: torch.device) -> int:
     return int(free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def _fingerprint(name: str, tensor: torch.Tensor) -> tuple[int, int, bytes]:
-    """Returns what changes whenever the tensor does; of uncounted changes, it shows those of the first or last item."""
-    if tensor.is_inference():
-        cure = "clone() it outside of inference_mode before it is saved"
-        raise ConfigError.of(f"{name!r} to count its changes", "a tensor made under torch.inference_mode", cure)
-    address, ends = tensor.data_ptr(), b""
-    if tensor.device.type == "cpu" and address and tensor.numel():
-        width = tensor.itemsize
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        ends = ctypes.string_at(address, width) + ctypes.string_at(address + last * width, width)
-    return tensor._version, address, ends
+class Fingerprints:
+    """What changes whenever one of some tensors does; of uncounted changes, those of its first or last item.
+
+    Args:
+        tensors: By name.
+
+    Raises:
+        ConfigError: One does not count its changes.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+        for name, tensor in self._tensors.items():
+            if tensor.is_inference():
+                cure = "clone() it outside of inference_mode before it is saved"
+                raise ConfigError.of(f"{name!r} to count its changes", "a tensor made under torch.inference_mode", cure)
+        self._number = {name: number for number, name in enumerate(self._tensors)}
+        self._counts, self._ends_N = _counts(self._tensors.values()), _ends(self._tensors.values())
+
+    def first_changed(self, names: Sequence[str]) -> str | None:
+        """Returns the first of some tensors that has changed since this object was made; None if none has."""
+        tensors, numbers = [self._tensors[name] for name in names], [self._number[name] for name in names]
+        are_other_N = _ends(tensors) != self._ends_N[numbers]
+        now = zip(names, numbers, _counts(tensors), are_other_N, strict=True)
+        return next((name for name, number, count, other in now if other or count != self._counts[number]), None)
+
+    def is_counted(self, name: str) -> bool:
+        """Whether PyTorch has counted a change of a tensor, or its memory is another."""
+        return _counts([self._tensors[name]]) != [self._counts[self._number[name]]]
+
+
+def _counts(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Returns how often each tensor was changed, and its address."""
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+def _ends(tensors: Iterable[torch.Tensor]) -> npt.NDArray[np.void]:
+    """Returns the first and the last item of each tensor on the host; zeros for others."""
+    tensors = list(tensors)
+    end_N = np.zeros(len(tensors), dtype=np.dtype((np.void, 2 * _WIDEST_ITEM)))
+    target, ranges = end_N.ctypes.data, []
+    for tensor in tensors:
+        if tensor.is_cpu and tensor.numel():
+            address, width = tensor.data_ptr(), tensor.itemsize
+            if tensor.is_contiguous():
+                last = tensor.nbytes - width
+            else:
+                last = width * sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges += [(target, address, width), (target + _WIDEST_ITEM, address + last, width)]
+        target += 2 * _WIDEST_ITEM
+    SharedCopy(ranges).run()
+    return end_N

@@ -25,20 +25,20 @@ first difference found anywhere in a state, every byte is compared. Decision 000
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import platform
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from shade.checkpoint._buffer.shared_loops import STRIDE_BYTES, SharedComparison
+from shade.checkpoint._buffer.shared_loops import PIECE_BYTES, STRIDE_BYTES, SharedComparison, cut
 from shade.checkpoint._pacing.schedule import processor_ns
 
 REST_SECONDS: Final = 0.0005
@@ -164,53 +164,62 @@ class Comparison:
         self.in_full = False
         """Whether every byte is compared: a tensor has differed before."""
 
-    def first_torn(self, copies: Iterable[TensorCopy], helper: Executor | None = None) -> str | None:
+    def first_torn(
+        self,
+        copies: Mapping[str, tuple[torch.Tensor, int]],
+        pauses: Mapping[str, Sequence[int]],
+        helper: Executor | None = None,
+    ) -> str | None:
         """Compares contiguous CPU tensors with their copies, bit for bit, in the places that are compared.
+
+        Args:
+            copies: Tensors and the addresses of their copies, by name.
+            pauses: Offsets in bytes at which the copy of a tensor was interrupted, by name.
+            helper: Compares a part of them.
 
         Returns:
             The name of the first tensor that differs; None if all agree.
         """
-        names: list[str] = []
-        ranges: list[tuple[int, int, int]] = []
-        for each in copies:
-            found = each.ranges(self.in_full)
-            ranges += found
-            names += [each.name] * len(found)
-        compared = SharedComparison(ranges)
+        range_N3 = np.array(
+            [(each.data_ptr(), copied, each.nbytes) for each, copied in copies.values()], dtype=np.uintp
+        ).reshape(-1, 3)
+        if self.in_full:
+            number_P, range_P3 = cut(range_N3, STRIDE_BYTES)
+        else:
+            words = [
+                (number, end)
+                for number, (name, (tensor, _)) in enumerate(copies.items())
+                for end in (*pauses.get(name, ()), *_ends_of_parts(tensor, torch.get_num_threads()))
+            ]
+            number_P, range_P3 = self._with_words(range_N3, np.array(words, dtype=np.int64).reshape(-1, 2))
+        compared = SharedComparison(range_P3)
         compared.run(helper)
-        torn = [names[number] for number in compared.differing]
+        names = list(copies)
+        torn = [names[number_P[row]] for row in compared.differing]
         self.in_full |= bool(torn)
-        return next(iter(torn), None)
+        return min(torn, key=names.index, default=None)
+
+    def _with_words(
+        self, range_N3: npt.NDArray[np.uintp], end_W2: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uintp]]:
+        """Returns the ranges, and the words before some offsets in them and before each end of a piece; with the number
+        of the range that each belongs to."""
+        number_P, piece_P3 = cut(range_N3, PIECE_BYTES)
+        last_N = range_N3[number_P, 0] + range_N3[number_P, 2]
+        is_inner_P = piece_P3[:, 0] + piece_P3[:, 2] < last_N
+        piece_end_P = (piece_P3[:, 0] + piece_P3[:, 2] - range_N3[number_P, 0]).astype(np.int64)
+        number_W = np.concatenate([end_W2[:, 0], number_P[is_inner_P]])
+        end_W = np.concatenate([end_W2[:, 1], piece_end_P[is_inner_P]])
+        begin_W = np.maximum(0, end_W - _WORD_BYTES).astype(np.uintp)
+        width_W = np.minimum(end_W, _WORD_BYTES).astype(np.uintp)
+        word_W3 = np.stack([range_N3[number_W, 0] + begin_W, range_N3[number_W, 1] + begin_W, width_W], axis=1)
+        return np.concatenate([np.arange(len(range_N3)), number_W]), np.concatenate([range_N3, word_W3])
 
     def agrees_in_full(self, tensor: torch.Tensor, copied: torch.Tensor) -> bool:
         """Whether a CPU tensor of any layout equals its copy, bit for bit."""
         same = torch.equal(_bits(tensor), _bits(copied))
         self.in_full |= not same
         return same
-
-
-@dataclass(frozen=True)
-class TensorCopy:
-    """A contiguous CPU tensor and where its copy lies."""
-
-    name: str
-    tensor: torch.Tensor
-    copied: int
-    """Address of the copy."""
-    pauses: Sequence[int] = ()
-    """Offsets in bytes, in the tensor, at which copying was interrupted, or another thread may have continued."""
-
-    def ranges(self, in_full: bool) -> list[tuple[int, int, int]]:
-        """Returns what is compared: the two addresses and the length of each range."""
-        live, copied, length = self.tensor.data_ptr(), self.copied, self.tensor.nbytes
-        if in_full:
-            offsets = range(0, length, STRIDE_BYTES)
-            return [(live + each, copied + each, min(STRIDE_BYTES, length - each)) for each in offsets]
-        if length <= STRIDE_BYTES:
-            return [(live, copied, length)]
-        ends = itertools.chain(self.pauses, _ends_of_parts(self.tensor, torch.get_num_threads()))
-        words = [max(0, end - _WORD_BYTES) for end in ends]
-        return [(live, copied, length), *((live + each, copied + each, _WORD_BYTES) for each in words)]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

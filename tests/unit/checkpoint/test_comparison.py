@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shade.checkpoint._buffer.tensor_copy import Copying
-from shade.checkpoint._buffer.torn_read import Comparison, TensorCopy, _ends_of_parts
+from shade.checkpoint._buffer.torn_read import Comparison, _ends_of_parts
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.errors import TornSnapshotError
 
@@ -161,7 +161,7 @@ def test_what_is_the_same_agrees_and_either_end_counts(num_bytes: int, in_full: 
     def compared() -> bool:
         comparison = Comparison()
         comparison.in_full = in_full
-        return comparison.first_torn([TensorCopy("x", live, buffer.data_ptr() + 64, pauses)]) is None
+        return comparison.first_torn({"x": (live, buffer.data_ptr() + 64)}, {"x": pauses}) is None
 
     assert compared()
     for place in (0, num_bytes - 1) if num_bytes else ():

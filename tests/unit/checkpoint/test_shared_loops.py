@@ -146,7 +146,7 @@ def test_the_last_bytes_of_a_row_are_copied_before_those_in_its_middle(way: str,
 def test_a_difference_is_found_in_every_place_that_is_compared(way: str, num_bytes: int) -> None:
     first = np.zeros(num_bytes, dtype=np.uint8)
     second = first.copy()
-    rows = [(first.ctypes.data, second.ctypes.data, num_bytes)]
+    rows = np.array([(first.ctypes.data, second.ctypes.data, num_bytes)], dtype=np.uintp)
     places = set(range(num_bytes))
     if num_bytes > STRIDE_BYTES:
         words = {place + each for place in range(0, num_bytes - 7, STRIDE_BYTES) for each in range(8)}
@@ -168,7 +168,7 @@ def test_the_ranges_that_differ_are_named(way: str, helper: ThreadPoolExecutor) 
     first = np.zeros(sum(lengths), dtype=np.uint8)
     second = first.copy()
     second[4] = second[-1] = second[5 + STRIDE_BYTES] = 1
-    comparison = SharedComparison(ranges_of(first, second, lengths))
+    comparison = SharedComparison(np.array(ranges_of(first, second, lengths), dtype=np.uintp))
     comparison.run(helper)
     assert comparison.differing == [0, 2, 4]
 

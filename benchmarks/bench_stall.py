@@ -9,11 +9,12 @@ Method
     in 576 tensors. The first step trains all of it. Later steps train the last layer, on all cores, so that a step is
     short and the threads of PyTorch are as they are behind any step. Saves begin when the buffer is made and the copy
     is compiled, as in a run that saves every 30 seconds. Then 12 times: a step, a memcpy of as many bytes; a step, a
-    save. A save begins when the one before is durable. Rows and situations take turns, in a new random order each
-    round, and each round has new processes.
+    save; now this first, now that. Snapshots stay in shared memory; a save begins when the one before is hashed and
+    committed there. Rows and situations take turns, in a new random order each round, with new processes.
 
-    memcpy      the C library's, one thread, in one piece, from one private buffer to another, both written to before.
-                Its own p99 over its median says what the machine does to a copy that nobody can improve.
+    memcpy      the C library's, one thread, from one private buffer to another, both written to before, in two pieces
+                of half the state. Its own p99 over its median says what the machine does to a copy that nobody can
+                improve.
     stall       what a save makes the training thread wait: the call, and what is waited for before the next step. The
                 first save of a process counts as any other.
     ratio       stall over the median memcpy of the same process. p50, p99 and the largest are of all saves of a row;
@@ -25,9 +26,9 @@ Method
 
     Rows that change one thing each: `one thread` copies without a helper; `small pages` leaves the pages of the buffers
     small; `at once` saves while the buffer is made and the copy is compiled; `C library` copies without streaming
-    stores; `interpreter` copies and compares row by row from Python; `no storage` keeps snapshots in memory alone;
-    `flush beside` begins a save while the one before is being written (two buffers); `Python thread` has a thread
-    beside the training that computes in the interpreter, as a loader's does. `before` is the checkout of another
+    stores; `interpreter` copies and compares row by row from Python; `storage` writes snapshots to the disk as well,
+    and a save begins when the one before is durable; `flush beside` does not wait for that (two buffers); `Python
+    thread` has a thread beside the training that computes in the interpreter, as a loader's does. `before` is the checkout of another
     commit, and `before, Python thread` the same beside such a thread.
 
 Rule
@@ -69,23 +70,24 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 
 
 class Memcpy:
-    """The floor: one thread, one piece, warm private pages.
+    """The floor: one thread, warm private pages.
 
     Args:
         num_bytes: Length of the copy.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._maps = [mmap.mmap(-1, num_bytes) for _ in range(2)]
-        self._views = [(ctypes.c_char * num_bytes).from_buffer(each) for each in self._maps]
+        self._piece_bytes = num_bytes // 2
+        self._maps = [mmap.mmap(-1, self._piece_bytes) for _ in range(2)]
+        self._views = [(ctypes.c_char * self._piece_bytes).from_buffer(each) for each in self._maps]
         for view in self._views:
-            ctypes.memset(view, 1, num_bytes)  # a page that was never written to is read from the cache
+            ctypes.memset(view, 1, self._piece_bytes)  # a page that was never written to is read from the cache
 
     def seconds(self) -> float:
         """Copies once."""
         begun = time.perf_counter()
-        ctypes.memmove(self._views[1], self._views[0], self._num_bytes)
+        for _ in range(2):
+            ctypes.memmove(self._views[1], self._views[0], self._piece_bytes)
         return time.perf_counter() - begun
 
 
@@ -95,14 +97,23 @@ def waited_seconds() -> float:
     return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
 
 
+def save(found: dict[str, list[float]], checkpointer: Any) -> None:
+    """Saves once, and notes what that stalls."""
+    waited, begun = waited_seconds(), time.perf_counter()
+    checkpointer.save()
+    checkpointer.wait_copy_complete()
+    found["stalls"].append(time.perf_counter() - begun)
+    found["waited"].append(waited_seconds() - waited)
+
+
 def child(row: str, num_saves: int, folder: Path) -> dict[str, Any]:
     """Trains and saves; the seconds of each stall and memcpy."""
     import torch
 
     from shade import Checkpointer
 
-    settings: dict[str, Any] = {"persist_to": str(folder), "strategy": "copy", "every": "never"}
-    ROWS[row](settings)
+    settings: dict[str, Any] = {"strategy": "copy", "every": "never"}
+    ROWS[row](settings, folder)
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(768, 12, 3072, dropout=0.0, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
@@ -128,55 +139,51 @@ def child(row: str, num_saves: int, folder: Path) -> dict[str, Any]:
                 if thread.name == "shade-huge-pages":
                     thread.join()
         last = model.layers[-1]
-        for _ in range(num_saves):
-            step(last)
-            found["memcpys"].append(floor.seconds())
-            step(last)
-            waited, begun = waited_seconds(), time.perf_counter()
-            handle = checkpointer.save()
-            checkpointer.wait_copy_complete()
-            found["stalls"].append(time.perf_counter() - begun)
-            found["waited"].append(waited_seconds() - waited)
+        for number in range(num_saves):
+            turns = [lambda: found["memcpys"].append(floor.seconds()), lambda: save(found, checkpointer)]
+            for turn in turns if number % 2 else reversed(turns):
+                step(last)
+                turn()
             step(last)
             if row != "flush beside":
-                handle.committed.result()
+                checkpointer.latest.committed.result()
     return {**found, "torch": torch.__version__}
 
 
-def _as_it_is(settings: dict[str, Any]) -> None:
+def _as_it_is(settings: dict[str, Any], folder: Path) -> None:
     """Changes nothing."""
 
 
-def _one_thread(settings: dict[str, Any]) -> None:
+def _one_thread(settings: dict[str, Any], folder: Path) -> None:
     from shade.checkpoint._buffer.tensor_copy import Copying
 
     whole = Copying.finish
     Copying.finish = lambda self, helper=None: whole(self)  # type: ignore[method-assign]
 
 
-def _small_pages(settings: dict[str, Any]) -> None:
+def _small_pages(settings: dict[str, Any], folder: Path) -> None:
     from shade.checkpoint._buffer import shared_memory_tier
 
     shared_memory_tier.make_huge = lambda *_: True
 
 
-def _c_library(settings: dict[str, Any]) -> None:
+def _c_library(settings: dict[str, Any], folder: Path) -> None:
     from shade.checkpoint._buffer import shared_loops
 
     shared_loops._is_faster = lambda copy: False
 
 
-def _interpreter(settings: dict[str, Any]) -> None:
+def _interpreter(settings: dict[str, Any], folder: Path) -> None:
     from shade.checkpoint._buffer import shared_loops
 
     shared_loops._is_prepared = True
 
 
-def _no_storage(settings: dict[str, Any]) -> None:
-    del settings["persist_to"]
+def _storage(settings: dict[str, Any], folder: Path) -> None:
+    settings["persist_to"] = str(folder)
 
 
-def _python_thread(settings: dict[str, Any]) -> None:
+def _python_thread(settings: dict[str, Any], folder: Path) -> None:
     def compute() -> None:
         while True:
             sum(range(1000))
@@ -184,18 +191,19 @@ def _python_thread(settings: dict[str, Any]) -> None:
     threading.Thread(target=compute, daemon=True).start()
 
 
-def _flush_beside(settings: dict[str, Any]) -> None:
+def _flush_beside(settings: dict[str, Any], folder: Path) -> None:
+    _storage(settings, folder)
     settings["in_flight"] = 2
 
 
-ROWS: Final[dict[str, Callable[[dict[str, Any]], None]]] = {
+ROWS: Final[dict[str, Callable[[dict[str, Any], Path], None]]] = {
     "copy": _as_it_is,
     "before": _as_it_is,
     "one thread": _one_thread,
     "small pages": _small_pages,
     "C library": _c_library,
     "interpreter": _interpreter,
-    "no storage": _no_storage,
+    "storage": _storage,
     "flush beside": _flush_beside,
     "at once": _as_it_is,
     "before, at once": _as_it_is,

@@ -40,8 +40,9 @@ END_BYTES: Final = 64
 """Length of what is compared at both ends of a long range."""
 _WORD_BYTES: Final = 8
 _LINE: Final = 64
-_BLOCK: Final = 4 * _LINE
-"""Bytes that one turn of the copying loop copies."""
+_PAGE: Final = 2**12
+_BLOCK: Final = 4 * _PAGE
+"""Pages whose lines are copied in turn, as the C library does: a processor fetches ahead within a page only."""
 _PROBE_BYTES: Final = 8 * 2**20
 _PROBE_ROUNDS: Final = 5
 
@@ -251,24 +252,33 @@ def _compile() -> tuple[_Loop, _Loop]:
 
     @intrinsic
     def stream_blocks(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
-        """Copies a multiple of the block to a target aligned to a line."""
+        """Copies a multiple of a block to a target aligned to a line: a line of each page, then the next."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             to, of, length = arguments
             entry = builder.block
-            loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
-            builder.cbranch(builder.icmp_unsigned("==", length, word(0)), done, loop)
-            builder.position_at_end(loop)
+            block, lines = builder.append_basic_block("block"), builder.append_basic_block("lines")
+            end, done = builder.append_basic_block("end"), builder.append_basic_block("done")
+            builder.cbranch(builder.icmp_unsigned("==", length, word(0)), done, block)
+            builder.position_at_end(block)
             position = builder.phi(word)
             position.add_incoming(word(0), entry)
-            for offset in range(0, _BLOCK, _LINE):
-                here = builder.add(position, word(offset))
+            builder.branch(lines)
+            builder.position_at_end(lines)
+            offset = builder.phi(word)
+            offset.add_incoming(word(0), block)
+            for page in range(0, _BLOCK, _PAGE):
+                here = builder.add(builder.add(position, offset), word(page))
                 value = builder.load(builder.inttoptr(builder.add(of, here), line.as_pointer()), align=1)
                 stored = builder.store(value, builder.inttoptr(builder.add(to, here), line.as_pointer()), align=_LINE)
                 stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+            next_line = builder.add(offset, word(_LINE))
+            offset.add_incoming(next_line, lines)
+            builder.cbranch(builder.icmp_unsigned("<", next_line, word(_PAGE)), lines, end)
+            builder.position_at_end(end)
             after = builder.add(position, word(_BLOCK))
-            position.add_incoming(after, loop)
-            builder.cbranch(builder.icmp_unsigned("<", after, length), loop, done)
+            position.add_incoming(after, end)
+            builder.cbranch(builder.icmp_unsigned("<", after, length), block, done)
             builder.position_at_end(done)
             builder.fence("seq_cst")  # streaming stores are unordered without a fence
             return context.get_dummy_value()

@@ -5,12 +5,13 @@ Question
     cores to itself and beside a process that keeps one core busy? What does each part of the design contribute?
 
 Method
-    A run is a process of its own: 12 transformer layers of GPT-2's width with Adam, 85 M parameters, 973 MiB of state
-    in 576 tensors. The first step trains all of it. Later steps train the last layer, on all cores, so that a step is
-    short and the threads of PyTorch are as they are behind any step. Saves begin when the buffer is made and the copy
-    is compiled, as in a run that saves every 30 seconds. Then 12 times: a step, a memcpy of as many bytes; a step, a
-    save; now this first, now that. Snapshots stay in shared memory; a save begins when the one before is hashed and
-    committed there. Rows and situations take turns, in a new random order each round, with new processes.
+    A run is a process of its own, forked from one that has imported all libraries and compiled the copy. It trains 12
+    transformer layers of GPT-2's width with Adam: 85 M parameters, 973 MiB of state in 576 tensors. The first step
+    trains all of it. Later steps train the last layer, on all cores, so that a step is short and the threads of PyTorch
+    are as they are behind any step. Saves begin when the buffer is made, as in a run that saves every 30 seconds. Then
+    six times: a step, a memcpy of as many bytes; a step, a save; now this first, now that. Snapshots stay in shared
+    memory; a save begins when the one before is hashed and committed there. Rows and situations take turns, in a new
+    random order each round, with new processes.
 
     memcpy      the C library's, one thread, from one private buffer to another, both written to before, in two pieces
                 of half the state. Its own p99 over its median says what the machine does to a copy that nobody can
@@ -19,8 +20,10 @@ Method
                 first save of a process counts as any other.
     ratio       stall over the median memcpy of the same process. p50, p99 and the largest are of all saves of a row;
                 the range is that of the processes' medians.
+    work        CPU time of all threads of the process during the stall, over the median memcpy's. It is what the
+                ratio would be on one core, and hardly depends on what else runs.
     without a   of a stall, the part in which the training thread could have run and had no processor, as the kernel
-    core        counts it (/proc/self/schedstat): a median and a 99th percentile.
+    core        counts it (/proc/self/task/…/schedstat): a median and a 99th percentile.
     busy        beside a process that computes without end, at the same priority; quiet: without it. What else ran on
                 the machine is in neither's control: its load is in the file.
 
@@ -28,17 +31,17 @@ Method
     small; `at once` saves while the buffer is made and the copy is compiled; `C library` copies without streaming
     stores; `interpreter` copies and compares row by row from Python; `storage` writes snapshots to the disk as well,
     and a save begins when the one before is durable; `flush beside` does not wait for that (two buffers); `Python
-    thread` has a thread beside the training that computes in the interpreter, as a loader's does. `before` is the checkout of another
-    commit, and `before, Python thread` the same beside such a thread.
+    thread` has a thread beside the training that computes in the interpreter, as a loader's does. `before` is the
+    checkout of another commit, and `before, Python thread` the same beside such a thread.
 
 Rule
     Written before the results. The bar is a ratio of at most 1.2 at the 99th percentile, over all saves of ten
     processes or more, quiet and busy: the smallest ratio that 99 % of the saves do not exceed. No save is left out.
 
 Command
-    python benchmarks/bench_stall.py --out benchmarks/results                 (10 processes of `copy`, 10 minutes)
+    python benchmarks/bench_stall.py --out benchmarks/results                 (10 processes of `copy`)
     python benchmarks/bench_stall.py --processes 3 --rows before "one thread" --before CHECKOUT --out benchmarks/results
-        more rows, added to those in OUT/stall.jsonl
+        more rows. Processes are added to OUT/stall.jsonl; the same command continues where it was interrupted.
 """
 
 from __future__ import annotations
@@ -83,12 +86,13 @@ class Memcpy:
         for view in self._views:
             ctypes.memset(view, 1, self._piece_bytes)  # a page that was never written to is read from the cache
 
-    def seconds(self) -> float:
-        """Copies once."""
-        begun = time.perf_counter()
+    def copy(self, found: dict[str, list[float]]) -> None:
+        """Copies once, and notes the seconds."""
+        worked, begun = time.process_time(), time.perf_counter()
         for _ in range(2):
             ctypes.memmove(self._views[1], self._views[0], self._piece_bytes)
-        return time.perf_counter() - begun
+        found["memcpys"].append(time.perf_counter() - begun)
+        found["memcpy_work"].append(time.process_time() - worked)
 
 
 def waited_seconds() -> float:
@@ -99,10 +103,11 @@ def waited_seconds() -> float:
 
 def save(found: dict[str, list[float]], checkpointer: Any) -> None:
     """Saves once, and notes what that stalls."""
-    waited, begun = waited_seconds(), time.perf_counter()
+    waited, worked, begun = waited_seconds(), time.process_time(), time.perf_counter()
     checkpointer.save()
     checkpointer.wait_copy_complete()
     found["stalls"].append(time.perf_counter() - begun)
+    found["stall_work"].append(time.process_time() - worked)
     found["waited"].append(waited_seconds() - waited)
 
 
@@ -120,7 +125,7 @@ def child(row: str, num_saves: int, folder: Path) -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     batch = torch.randn(1, 64, 768)
     floor = Memcpy(3 * sum(each.nbytes for each in model.parameters()))
-    found: dict[str, list[float]] = {"stalls": [], "memcpys": [], "waited": []}
+    found: dict[str, list[float]] = {name: [] for name in ("stalls", "memcpys", "waited", "stall_work", "memcpy_work")}
 
     def step(trained: torch.nn.Module) -> None:
         trained(batch).square().mean().backward()
@@ -140,13 +145,15 @@ def child(row: str, num_saves: int, folder: Path) -> dict[str, Any]:
                     thread.join()
         last = model.layers[-1]
         for number in range(num_saves):
-            turns = [lambda: found["memcpys"].append(floor.seconds()), lambda: save(found, checkpointer)]
-            for turn in turns if number % 2 else reversed(turns):
+            for is_save in (True, False) if number % 2 else (False, True):
                 step(last)
-                turn()
+                if is_save:
+                    save(found, checkpointer)
+                else:
+                    floor.copy(found)
             step(last)
             if row != "flush beside":
-                checkpointer.latest.committed.result()
+                checkpointer.wait_committed()
     return {**found, "torch": torch.__version__}
 
 
@@ -170,13 +177,20 @@ def _small_pages(settings: dict[str, Any], folder: Path) -> None:
 def _c_library(settings: dict[str, Any], folder: Path) -> None:
     from shade.checkpoint._buffer import shared_loops
 
-    shared_loops._is_faster = lambda copy: False
+    shared_loops.LEAST_BYTES = 2**62  # type: ignore[misc] # no row is long enough
+    shared_loops._loops = shared_loops._compile()
 
 
 def _interpreter(settings: dict[str, Any], folder: Path) -> None:
     from shade.checkpoint._buffer import shared_loops
 
-    shared_loops._is_prepared = True
+    shared_loops._loops = None
+
+
+def _at_once(settings: dict[str, Any], folder: Path) -> None:
+    from shade.checkpoint._buffer import shared_loops
+
+    shared_loops._loops, shared_loops._is_prepared = None, False
 
 
 def _storage(settings: dict[str, Any], folder: Path) -> None:
@@ -196,19 +210,31 @@ def _flush_beside(settings: dict[str, Any], folder: Path) -> None:
     settings["in_flight"] = 2
 
 
+def _before(settings: dict[str, Any], folder: Path) -> None:
+    """Decides anew whether to stream, as each process did."""
+    from shade.checkpoint._buffer import tensor_copy
+
+    tensor_copy._stream, tensor_copy._is_prepared = None, False  # type: ignore[attr-defined]
+    tensor_copy.prepare()  # type: ignore[attr-defined]
+
+
+def _before_with_python_thread(settings: dict[str, Any], folder: Path) -> None:
+    _before(settings, folder)
+    _python_thread(settings, folder)
+
+
 ROWS: Final[dict[str, Callable[[dict[str, Any], Path], None]]] = {
     "copy": _as_it_is,
-    "before": _as_it_is,
+    "before": _before,
     "one thread": _one_thread,
     "small pages": _small_pages,
     "C library": _c_library,
     "interpreter": _interpreter,
     "storage": _storage,
     "flush beside": _flush_beside,
-    "at once": _as_it_is,
-    "before, at once": _as_it_is,
+    "at once": _at_once,
     "Python thread": _python_thread,
-    "before, Python thread": _python_thread,
+    "before, Python thread": _before_with_python_thread,
 }
 """By name, what a row changes in its process."""
 
@@ -229,21 +255,62 @@ def busy_core(is_busy: bool) -> Iterator[None]:
             process.kill()
 
 
-def run_child(row: str, is_busy: bool, given: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one process."""
-    package = given.before if row.startswith("before") else ROOT
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder, busy_core(is_busy):
-        command = [sys.executable, __file__, "--child", row, "--saves", str(given.saves), "--folder", folder]
-        environment = os.environ | {"PYTHONPATH": str(package)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{row} failed: {done.stderr[-2000:]}")
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+class Parent:
+    """A process that has imported a checkout's package and compiled its copy, and forks a process for each run.
+
+    Args:
+        checkout: Where the package is.
+    """
+
+    def __init__(self, checkout: Path) -> None:
+        environment = os.environ | {"PYTHONPATH": str(checkout)}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--serve"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, row: str, num_saves: int, folder: Path) -> dict[str, Any]:
+        """Returns the figures of one process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([row, num_saves, str(folder)]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer.startswith("{"):
+            raise RuntimeError(f"expected the figures of {row!r}, got {answer!r}: see above")
+        figures: dict[str, Any] = json.loads(answer)
+        return figures
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.communicate()
+
+
+def serve() -> None:
+    """Forks a process for each line of the input, which prints its figures."""
+    import torch  # noqa: F401 - for all children
+
+    from shade import Checkpointer  # noqa: F401
+    from shade.checkpoint._save.save import prepare  # type: ignore[attr-defined]
+
+    prepare()
+    for line in sys.stdin:
+        row, num_saves, folder = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            print(json.dumps(child(row, num_saves, Path(folder))), flush=True)
+            os._exit(0)
+        if os.waitpid(process, 0)[1] != 0:
+            print("failed", flush=True)
 
 
 def measure(given: argparse.Namespace, log: Log) -> None:
     """Runs what the log lacks."""
+    checkouts = {False: ROOT} | ({True: given.before} if given.before else {})
+    parents = {is_before: Parent(checkout) for is_before, checkout in checkouts.items()}
     for number in range(given.processes):
         turns = [(row, is_busy) for row in given.rows for is_busy in (False, True)]
         for row, is_busy in random.Random(number).sample(turns, len(turns)):
@@ -252,8 +319,13 @@ def measure(given: argparse.Namespace, log: Log) -> None:
                 continue
             load = os.getloadavg()[0]
             made = {"commit": commit(), "processors": processors(), "load": load}
-            log.add(key | made | run_child(row, is_busy, given))
+            parent = parents[row.startswith("before")]
+            with tempfile.TemporaryDirectory(dir=given.folder) as folder, busy_core(is_busy):
+                figures = parent.run(row, given.saves, Path(folder))
+            log.add(key | made | figures)
             print(f"round {number}: {row}{', busy' * is_busy}: {described(log.rows[-1])}", file=sys.stderr, flush=True)
+    for parent in parents.values():
+        parent.close()
 
 
 def ratios(row: dict[str, Any]) -> list[float]:
@@ -266,12 +338,13 @@ def described(row: dict[str, Any]) -> str:
     """A line on a process."""
     found = ratios(row)
     floor = statistics.median(row["memcpys"])
-    return f"memcpy {floor:.3f} s, median {statistics.median(found):.2f}, largest {max(found):.2f}"
+    work = statistics.median(row["stall_work"]) / statistics.median(row["memcpy_work"])
+    return f"memcpy {floor:.3f} s, median {statistics.median(found):.2f}, largest {max(found):.2f}, work {work:.2f}"
 
 
 COLUMNS: Final = (
     "way", "machine", "processes", "saves", "memcpy p50", "its p99 / p50", "stall p50", "ratio p50", "of processes",
-    "p99", "largest", "first save", "without a core p50, p99",
+    "p99", "largest", "first save", "work p50, p99", "without a core p50, p99",
 )  # fmt: skip
 
 
@@ -289,11 +362,13 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             memcpy = statistics.median(each for row in found for each in row["memcpys"])
             stall = statistics.median(each for row in found for each in row["stalls"])
             waited = [each for row in found for each in row["waited"]]
+            work = [each / statistics.median(row["memcpy_work"]) for row in found for each in row["stall_work"]]
             cells = [
                 name, "busy" if is_busy else "quiet", str(len(found)), str(len(every)), f"{1e3 * memcpy:.0f} ms",
                 f"{percentile(floors, 0.99):.2f}", f"{1e3 * stall:.0f} ms", f"{statistics.median(every):.2f}",
                 f"{min(medians):.2f} to {max(medians):.2f}", f"{percentile(every, 0.99):.2f}", f"{max(every):.2f}",
                 f"{statistics.median(ratios(row)[0] for row in found):.2f}",
+                f"{statistics.median(work):.2f}, {percentile(work, 0.99):.2f}",
                 f"{1e3 * statistics.median(waited):.0f}, {1e3 * percentile(waited, 0.99):.0f} ms",
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
@@ -326,15 +401,15 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="How long a stop-and-copy stalls; see the top of the file.")
     parser.add_argument("--processes", type=int, default=10)
-    parser.add_argument("--saves", type=int, default=12)
+    parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--rows", nargs="+", default=["copy"], choices=list(ROWS))
     parser.add_argument("--before", type=Path, help="a checkout of another commit, for the row `before`")
     parser.add_argument("--out", type=Path, help="folder for stall.jsonl and stall.md")
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.child:
-        print(json.dumps(child(given.child, given.saves, given.folder)), flush=True)
+    if given.serve:
+        serve()
         return
     if any(row.startswith("before") for row in given.rows) and given.before is None:
         parser.error("the rows `before` need --before CHECKOUT")

@@ -8,19 +8,17 @@ until none is left, so a thread without a core does little and delays the others
 
 Rows are copied past the caches: an ordinary store first fetches the line that it overwrites, so a copy moves every byte
 three times. The C library avoids that only for copies larger than the cache, so the loop has 64-byte non-temporal
-stores of its own, where a short probe finds them faster. `prepare` compiles both loops with numba, in some seconds of a
-background thread. Before that, and where there is no compiler, the C library does the work, row by row. Decisions 0008
-and 0047 have the measurements. Invariant: when all threads have returned, each row was done once.
+stores of its own. No probe decides whether to use them: a probe on a busy machine errs, and did for a whole run.
+`prepare` compiles both loops with numba, in some seconds of a background thread. Before that, and where there is no
+compiler, the C library does the work, row by row. Decisions 0008 and 0047 have the measurements. Invariant: when all
+threads have returned, each row was done once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
-import statistics
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -43,17 +41,13 @@ _LINE: Final = 64
 _PAGE: Final = 2**12
 _BLOCK: Final = 4 * _PAGE
 """Pages whose lines are copied in turn, as the C library does: a processor fetches ahead within a page only."""
-_PROBE_BYTES: Final = 8 * 2**20
-_PROBE_ROUNDS: Final = 5
 
 logger = logging.getLogger("shade.checkpoint")
-_Loop = Callable[[npt.NDArray[np.uintp], int, int], None]
-"""Goes through a table of rows; takes the address of the number of rows taken, and a number of its own."""
+_Loop = Callable[..., None]
+"""Goes through a table of rows; takes the address of the number of rows taken; the second, that of its findings."""
 _lock = threading.Lock()
 _loops: tuple[_Loop, _Loop] | None = None
 """The compiled loops: copy, compare."""
-_is_streaming = False
-"""Whether the copying loop uses streaming stores."""
 _is_prepared = False
 _libc = ctypes.PyDLL(None)
 """Calls keep the interpreter's lock: to get it back can take longer than to compare a few bytes."""
@@ -92,17 +86,17 @@ class SharedCopy(_SharedLoop):
     """Copies memory.
 
     Args:
-        ranges: Target address, source address and length in bytes of each; they do not overlap.
+        ranges: Target address, source address and length in bytes of each, or as an array (N, 3); they do not overlap.
     """
 
-    def __init__(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        _, piece_N3 = cut(np.array(ranges, dtype=np.uintp).reshape(-1, 3), PIECE_BYTES)
-        super().__init__(piece_N3)
+    def __init__(self, ranges: Sequence[tuple[int, int, int]] | npt.NDArray[np.uintp]) -> None:
+        _, piece_P3 = cut(np.array(ranges, dtype=np.uintp).reshape(-1, 3), PIECE_BYTES)
+        super().__init__(piece_P3)
 
     @override
     def _take_all(self) -> None:
         if self._compiled is not None:
-            self._compiled[0](self._row_N3, self._num_taken.ctypes.data, _is_streaming)
+            self._compiled[0](self._row_N3, self._num_taken.ctypes.data)
             return
         for _, row in self._left:
             ctypes.memmove(*row)
@@ -166,35 +160,16 @@ def copy_bytes(target: int, source: int, num_bytes: int) -> None:
 
 
 def prepare() -> None:
-    """Compiles the loops and decides whether to stream; once a process, in a background thread."""
-    global _loops, _is_streaming, _is_prepared
+    """Compiles the loops; once a process, in a background thread."""
+    global _loops, _is_prepared
     with _lock:
         if _is_prepared:
             return
         _is_prepared = True
         try:
-            loops = _compile()
+            _loops = _compile()
         except Exception as error:  # noqa: BLE001 - whatever a compiler may raise: the C library can do it
             logger.info("snapshots are copied by the C library: %s", error)
-            return
-        _is_streaming = _is_faster(loops[0])
-        _loops = loops
-
-
-def _is_faster(copy: _Loop) -> bool:
-    """Whether streaming stores beat the C library on a tensor's worth of bytes, in the median."""
-    maps = [mmap.mmap(-1, _PROBE_BYTES) for _ in range(2)]
-    target, source = ((ctypes.c_char * _PROBE_BYTES).from_buffer(each) for each in maps)
-    ctypes.memset(source, 1, _PROBE_BYTES)  # a page that was never written to is read from the cache
-    row_13 = np.array([[ctypes.addressof(target), ctypes.addressof(source), _PROBE_BYTES]], dtype=np.uintp)
-    took: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(_PROBE_ROUNDS):
-        for streams, seconds in took.items():
-            num_taken = np.zeros(1, dtype=np.int64)
-            begun = time.perf_counter()
-            copy(row_13, num_taken.ctypes.data, streams)
-            seconds.append(time.perf_counter() - begun)
-    return statistics.median(took[True]) < statistics.median(took[False])
 
 
 def _compile() -> tuple[_Loop, _Loop]:
@@ -285,13 +260,13 @@ def _compile() -> tuple[_Loop, _Loop]:
 
         return numba.types.void(address, address, address), generate
 
-    @numba.njit("void(uintp[:, ::1], uintp, uintp)", nogil=True)
-    def copy(row_N3: Any, num_taken: Any, streams: Any) -> None:
+    @numba.njit("void(uintp[:, ::1], uintp)", nogil=True)
+    def copy(row_N3: Any, num_taken: Any) -> None:
         number: Any = take(num_taken)  # type: ignore[call-arg]
         while number < len(row_N3):
             target, source, num_bytes = row_N3[number]
             head, body = num_bytes, address(0)
-            if streams and num_bytes >= LEAST_BYTES:
+            if num_bytes >= LEAST_BYTES:
                 head = (_LINE - target % _LINE) % _LINE
                 body = (num_bytes - head) // _BLOCK * _BLOCK
             # The ends first: this thread may be interrupted, and a writer that the copy had overtaken could overtake it

@@ -367,14 +367,30 @@ class Fingerprints:
                 cure = "clone() it outside of inference_mode before it is saved"
                 raise ConfigError.of(f"{name!r} to count its changes", "a tensor made under torch.inference_mode", cure)
         self._number = {name: number for number, name in enumerate(self._tensors)}
-        self._counts, self._ends_N = _counts(self._tensors.values()), _ends(self._tensors.values())
+        self._counts = _counts(self._tensors.values())
+        self._end_N3 = np.array([_ends(each) for each in self._tensors.values()], dtype=np.uintp).reshape(-1, 3)
+        self._items_N = self._read(range(len(self._tensors)))
 
     def first_changed(self, names: Sequence[str]) -> str | None:
         """Returns the first of some tensors that has changed since this object was made; None if none has."""
-        tensors, numbers = [self._tensors[name] for name in names], [self._number[name] for name in names]
-        are_other_N = _ends(tensors) != self._ends_N[numbers]
-        now = zip(names, numbers, _counts(tensors), are_other_N, strict=True)
-        return next((name for name, number, count, other in now if other or count != self._counts[number]), None)
+        numbers = [self._number[name] for name in names]
+        counts = _counts(self._tensors[name] for name in names)
+        for name, number, count in zip(names, numbers, counts, strict=True):
+            if count != self._counts[number]:
+                return name
+        # Only now: the memory of a tensor that has moved may be gone.
+        other = np.flatnonzero(self._read(numbers) != self._items_N[numbers])
+        return names[other[0]] if len(other) else None
+
+    def _read(self, numbers: Sequence[int]) -> npt.NDArray[np.void]:
+        """Returns the first and the last item of some tensors."""
+        item_N = np.zeros(len(numbers), dtype=np.dtype((np.void, 2 * _WIDEST_ITEM)))
+        first_N, last_N, width_N = self._end_N3[numbers].T
+        target_N = item_N.ctypes.data + 2 * _WIDEST_ITEM * np.arange(len(numbers), dtype=np.uintp)
+        firsts = np.stack([target_N, first_N, width_N], axis=1)
+        lasts = np.stack([target_N + np.uintp(_WIDEST_ITEM), last_N, width_N], axis=1)
+        SharedCopy(np.concatenate([firsts, lasts])).run()
+        return item_N
 
     def is_counted(self, name: str) -> bool:
         """Whether PyTorch has counted a change of a tensor, or its memory is another."""
@@ -386,19 +402,12 @@ def _counts(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
-def _ends(tensors: Iterable[torch.Tensor]) -> npt.NDArray[np.void]:
-    """Returns the first and the last item of each tensor on the host; zeros for others."""
-    tensors = list(tensors)
-    end_N = np.zeros(len(tensors), dtype=np.dtype((np.void, 2 * _WIDEST_ITEM)))
-    target, ranges = end_N.ctypes.data, []
-    for tensor in tensors:
-        if tensor.is_cpu and tensor.numel():
-            address, width = tensor.data_ptr(), tensor.itemsize
-            if tensor.is_contiguous():
-                last = tensor.nbytes - width
-            else:
-                last = width * sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            ranges += [(target, address, width), (target + _WIDEST_ITEM, address + last, width)]
-        target += 2 * _WIDEST_ITEM
-    SharedCopy(ranges).run()
-    return end_N
+def _ends(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the addresses of the first and of the last item of a tensor on the host, and their width; else zeros."""
+    if not tensor.is_cpu or not tensor.numel():
+        return 0, 0, 0
+    address, width = tensor.data_ptr(), tensor.itemsize
+    if tensor.is_contiguous():
+        return address, address + tensor.nbytes - width, width
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return address, address + width * sum((size - 1) * step for size, step in steps), width

@@ -6,7 +6,7 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +18,7 @@ from shade.checkpoint._buffer import shared_loops
 from shade.checkpoint._buffer.shared_loops import END_BYTES, PIECE_BYTES, STRIDE_BYTES, SharedComparison, SharedCopy
 
 LENGTHS = [0, 1, 63, 64, 65, 255, 256, 2**18 - 1, 2**18, 2**18 + 1, 2**18 + 255, 2**18 + 4097, 2**20 + 77]
-WAYS = ["library", "compiled", "streaming"]
+WAYS = ["library", "compiled"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     monkeypatch.setattr(shared_loops, "_loops", None if way == "library" else request.getfixturevalue("loops"))
-    monkeypatch.setattr(shared_loops, "_is_streaming", way == "streaming")
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def test_a_helper_that_is_held_up_keeps_one_row(monkeypatch: pytest.MonkeyPatch,
     assert (target == source).all()
 
 
-@pytest.mark.parametrize("way", ["compiled", "streaming"], indirect=True)
+@pytest.mark.parametrize("way", ["compiled"], indirect=True)
 def test_rows_are_copied_while_another_thread_keeps_the_interpreter(way: str, helper: ThreadPoolExecutor) -> None:
     source = np.ones(64 * PIECE_BYTES, dtype=np.uint8)
     target = np.zeros_like(source)
@@ -128,13 +127,14 @@ def test_rows_are_copied_while_another_thread_keeps_the_interpreter(way: str, he
     assert num_taken > 64
 
 
-@pytest.mark.parametrize("way", ["streaming"], indirect=True)
+@pytest.mark.parametrize("way", ["compiled"], indirect=True)
 def test_the_last_bytes_of_a_row_are_copied_before_those_in_its_middle(way: str, helper: ThreadPoolExecutor) -> None:
     num_bytes = 2**28
     source = np.ones(num_bytes, dtype=np.uint8)
     target = np.zeros_like(source)
     row_13 = np.array([[target.ctypes.data + 1, source.ctypes.data, num_bytes - 2]], dtype=np.uintp)
-    looped = helper.submit(shared_loops._loops[0], row_13, np.zeros(1, dtype=np.int64).ctypes.data, True)
+    taken = np.zeros(1, dtype=np.int64)
+    looped = helper.submit(shared_loops._loops[0], row_13, taken.ctypes.data)
     looks = []
     while not looped.done():
         in_the_middle = bool(target[num_bytes // 2])
@@ -183,19 +183,3 @@ def test_without_a_compiler_the_c_library_copies(
         shared_loops.prepare()
     assert "by the C library" in caplog.text
     assert shared_loops._loops is None
-
-
-@pytest.mark.parametrize("streams_faster", [True, False])
-def test_the_faster_way_is_chosen(monkeypatch: pytest.MonkeyPatch, streams_faster: bool) -> None:
-    def copy(rows: Any, num_taken: int, streams: bool) -> None:
-        if streams != streams_faster:
-            time.sleep(0.02)
-
-    compiled: tuple[Callable[..., None], Callable[..., None]] = (copy, copy)
-    monkeypatch.setattr(shared_loops, "_is_prepared", False)
-    monkeypatch.setattr(shared_loops, "_compile", lambda: compiled)
-    monkeypatch.setattr(shared_loops, "_loops", None)
-    monkeypatch.setattr(shared_loops, "_is_streaming", not streams_faster)
-    shared_loops.prepare()
-    assert shared_loops._loops is compiled
-    assert shared_loops._is_streaming is streams_faster

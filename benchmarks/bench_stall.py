@@ -116,6 +116,7 @@ def child(row: str, num_saves: int, folder: Path) -> dict[str, Any]:
     import torch
 
     from shade import Checkpointer
+    from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 
     settings: dict[str, Any] = {"strategy": "copy", "every": "never"}
     ROWS[row](settings, folder)
@@ -133,7 +134,10 @@ def child(row: str, num_saves: int, folder: Path) -> dict[str, Any]:
         optimizer.zero_grad()
         checkpointer.step()
 
-    with Checkpointer(run=f"stall-{os.getpid()}", **settings) as checkpointer:
+    run = f"stall-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: SharedMemoryTier(run, 0).remove())  # a run's end leaves its only snapshot
+        checkpointer = stack.enter_context(Checkpointer(run=run, **settings))
         checkpointer.attach(model=model, optimizer=optimizer)
         step(model)
         if not row.startswith("at once"):

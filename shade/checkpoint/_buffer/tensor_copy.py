@@ -6,7 +6,7 @@ writing, so a write is detected, in two ways that cost next to nothing:
 1. PyTorch counts every in-place change of a tensor (``_version``), on any thread, when the operation has ended. Counts
    and addresses at the start, and the first and last item of a CPU tensor, are compared with those after the last copy.
 2. A change through ``.data`` or a numpy view is not counted, nor is one that still runs. So CPU tensors are compared
-   with their copies at the end: in places, and in full once a difference was found (`_buffer.torn_read`). A write to a
+   with their copies at the end: in places, and in full once a difference was found (`copy_and_compare`). A write to a
    whole tensor is found; an uncounted write to a single element only if it lies in such a place. A tensor that is not
    contiguous is compared in full: its copy and a writer go through it in different orders. (On a device, comparing
    would cost a round trip a tensor; there the counts alone are used.)
@@ -17,7 +17,7 @@ operation has written further, or has ended, and is found either way. So the com
 threads that the system has interrupted as long as it takes. A torn tensor raises a `TornSnapshotError` that names it;
 the snapshot is refused, and training is not disturbed.
 
-Contiguous CPU tensors are copied by `shared_loops`. All other tensors are copied by `torch.Tensor.copy_`; those on
+Contiguous CPU tensors are copied by `copy_and_compare`. All other tensors are copied by `torch.Tensor.copy_`; those on
 devices into pinned memory, on a stream of their own.
 """
 
@@ -33,9 +33,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shade.checkpoint._buffer.shared_loops import LEAST_BYTES, SharedCopy, copy_bytes
+from shade.checkpoint._buffer.copy_and_compare import (
+    LEAST_BYTES,
+    LONGEST_SECONDS,
+    Comparison,
+    SharedCopy,
+    copy_bytes,
+    wait_for_others,
+)
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._buffer.torn_read import LONGEST_SECONDS, Comparison, wait_for_others
 from shade.checkpoint._capture.flatten import torch_dtype
 from shade.checkpoint._capture.layout import bytes_of
 from shade.checkpoint._format.digest import digest_of

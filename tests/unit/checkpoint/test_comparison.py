@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
+from shade.checkpoint._buffer.copy_and_compare import Comparison, _ends_of_parts
 from shade.checkpoint._buffer.tensor_copy import Copying
-from shade.checkpoint._buffer.torn_read import Comparison, _ends_of_parts
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.errors import TornSnapshotError
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shade.checkpoint._buffer import shared_loops
-from shade.checkpoint._buffer.shared_loops import END_BYTES, PIECE_BYTES, STRIDE_BYTES, SharedComparison, SharedCopy
+from shade.checkpoint._buffer import copy_and_compare
+from shade.checkpoint._buffer.copy_and_compare import END_BYTES, PIECE_BYTES, STRIDE_BYTES, SharedComparison, SharedCopy
 
 LENGTHS = [0, 1, 63, 64, 65, 255, 256, 2**18 - 1, 2**18, 2**18 + 1, 2**18 + 255, 2**18 + 4097, 2**20 + 77]
 WAYS = ["library", "compiled"]
@@ -24,7 +24,7 @@ WAYS = ["library", "compiled"]
 @pytest.fixture(scope="module")
 def loops() -> Any:
     pytest.importorskip("numba")
-    return shared_loops._compile()
+    return copy_and_compare._compile()
 
 
 @pytest.fixture(params=WAYS)
@@ -34,7 +34,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(shared_loops, "_loops", None if way == "library" else request.getfixturevalue("loops"))
+    monkeypatch.setattr(copy_and_compare, "_loops", None if way == "library" else request.getfixturevalue("loops"))
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_every_byte_and_no_other(way: str, num_bytes: int) -> None:
     source = rng.integers(0, 256, num_bytes + 128, dtype=np.uint8)
     for at, of in ((0, 0), (1, 0), (0, 7), (63, 33), (64, 1)):
         target = np.full(num_bytes + 256, 7, dtype=np.uint8)
-        shared_loops.copy_bytes(target.ctypes.data + at, source.ctypes.data + of, num_bytes)
+        copy_and_compare.copy_bytes(target.ctypes.data + at, source.ctypes.data + of, num_bytes)
         assert (target[at : at + num_bytes] == source[of : of + num_bytes]).all()
         assert (target[:at] == 7).all()
         assert (target[at + num_bytes :] == 7).all()
@@ -88,7 +88,7 @@ def test_a_helper_that_has_not_begun_is_not_waited_for(way: str, helper: ThreadP
 
 def test_a_helper_that_is_held_up_keeps_one_row(monkeypatch: pytest.MonkeyPatch, helper: ThreadPoolExecutor) -> None:
     """The library's way, where a test can hold a thread up within a row."""
-    monkeypatch.setattr(shared_loops, "_loops", None)
+    monkeypatch.setattr(copy_and_compare, "_loops", None)
     source = np.ones(6 * PIECE_BYTES, dtype=np.uint8)
     target = np.zeros_like(source)
     me, is_held, may_go, mine = threading.get_ident(), threading.Event(), threading.Event(), []
@@ -106,7 +106,7 @@ def test_a_helper_that_is_held_up_keeps_one_row(monkeypatch: pytest.MonkeyPatch,
                     may_go.set()
             ctypes.memmove(to, of, num_bytes)
 
-    monkeypatch.setattr(shared_loops, "ctypes", Library)
+    monkeypatch.setattr(copy_and_compare, "ctypes", Library)
     SharedCopy(ranges_of(target, source, [len(source)])).run(helper)
     assert len(mine) == 5
     assert (target == source).all()
@@ -134,7 +134,7 @@ def test_the_last_bytes_of_a_row_are_copied_before_those_in_its_middle(way: str,
     target = np.zeros_like(source)
     row_13 = np.array([[target.ctypes.data + 1, source.ctypes.data, num_bytes - 2]], dtype=np.uintp)
     taken = np.zeros(1, dtype=np.int64)
-    looped = helper.submit(shared_loops._loops[0], row_13, taken.ctypes.data)
+    looped = helper.submit(copy_and_compare._loops[0], row_13, taken.ctypes.data)
     looks = []
     while not looped.done():
         in_the_middle = bool(target[num_bytes // 2])
@@ -177,9 +177,9 @@ def test_without_a_compiler_the_c_library_copies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(shared_loops, "_is_prepared", False)
-    monkeypatch.setattr(shared_loops, "_loops", None)
+    monkeypatch.setattr(copy_and_compare, "_is_prepared", False)
+    monkeypatch.setattr(copy_and_compare, "_loops", None)
     with caplog.at_level("INFO"):
-        shared_loops.prepare()
+        copy_and_compare.prepare()
     assert "by the C library" in caplog.text
-    assert shared_loops._loops is None
+    assert copy_and_compare._loops is None

@@ -49,6 +49,7 @@ class Line:
     error: float
     failed: str = ""
 
+
 TITLE = (
     "# Our implementations of published checkpoint strategies, on our own buffer and format\n\n"
     "`excp`, `gemini`, `pccheck` and the other strategies are not their authors' code; "

@@ -1,4 +1,4 @@
-"""Copies memory, and detects torn reads: loops that several threads share, and a wait until nobody is in mid-write.
+"""Copies memory and detects torn reads: loops that several threads share, and a wait for writes that are under way.
 
 *Loops.* A state is hundreds of tensors. Copied or compared one by one from Python, each costs a return to the
 interpreter, and each return waits while another thread computes in it: 5 ms, where the copy itself takes 0.2 ms. A

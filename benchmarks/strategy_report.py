@@ -50,6 +50,14 @@ class Line:
     failed: str = ""
 
 
+TITLE = (
+    "# Our implementations of published checkpoint strategies, on our own buffer and format\n\n"
+    "`excp`, `gemini`, `pccheck` and the other strategies are not their authors' code; "
+    "`torchsnapshot-package`, `dcp-async` and `torch.save` are."
+)
+"""Says whose code is measured."""
+
+
 class Report:
     """Rows of many runs.
 
@@ -90,7 +98,7 @@ class Report:
 
     def text(self) -> str:
         """Markdown."""
-        parts = [self.about()]
+        parts = [TITLE, self.about()]
         for model in self.models:
             size = self.state_bytes.get(model, 0) / 1e6
             control = self.controls[model]

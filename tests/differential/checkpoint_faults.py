@@ -14,8 +14,8 @@ import torch
 
 from shade.checkpoint import Checkpointer
 from shade.checkpoint._buffer import tensor_copy
+from shade.checkpoint._buffer.copy_and_compare import Comparison
 from shade.checkpoint._buffer.tensor_copy import Copying
-from shade.checkpoint._buffer.torn_read import Comparison
 from shade.checkpoint._capture import app_state
 from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype

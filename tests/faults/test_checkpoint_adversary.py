@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from shade.checkpoint._buffer import torn_read
+from shade.checkpoint._buffer import copy_and_compare
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.checkpoint._commit.protocol import SingleProcessGroup
@@ -124,8 +124,8 @@ def test_a_thread_that_may_be_in_the_middle_of_writing_costs_the_snapshot(
 ) -> None:
     copying = copying_of(tensors())
     before(copying)  # whoever has copied it, and when
-    monkeypatch.setattr(torn_read, "LONGEST_SECONDS", 0.01)
-    monkeypatch.setattr(torn_read, "_may_be_writing", lambda thread: True)
+    monkeypatch.setattr(copy_and_compare, "LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(copy_and_compare, "_may_be_writing", lambda thread: True)
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
     thread.start()

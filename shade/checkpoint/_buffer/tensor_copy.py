@@ -6,7 +6,7 @@ writing, so a write is detected, in two ways that cost next to nothing:
 1. PyTorch counts every in-place change of a tensor (``_version``), on any thread, when the operation has ended. Counts
    and addresses at the start, and the first and last item of a CPU tensor, are compared with those after the last copy.
 2. A change through ``.data`` or a numpy view is not counted, nor is one that still runs. So CPU tensors are compared
-   with their copies at the end: in places, and in full once a difference was found (`_buffer.torn_read`). A write to a
+   with their copies at the end: in places, and in full once a difference was found (`copy_and_compare`). A write to a
    whole tensor is found; an uncounted write to a single element only if it lies in such a place. A tensor that is not
    contiguous is compared in full: its copy and a writer go through it in different orders. (On a device, comparing
    would cost a round trip a tensor; there the counts alone are used.)
@@ -17,31 +17,31 @@ operation has written further, or has ended, and is found either way. So the com
 threads that the system has interrupted as long as it takes. A torn tensor raises a `TornSnapshotError` that names it;
 the snapshot is refused, and training is not disturbed.
 
-Contiguous CPU tensors are copied without the interpreter's lock, past the caches: an ordinary store first fetches the
-line that it overwrites, so a copy moves every byte three times. The C library avoids that with streaming stores only
-for copies larger than the cache, and a state is hundreds of tensors of a few megabytes. So `prepare` compiles a loop of
-64-byte non-temporal stores with numba, in two seconds of a background thread, and uses it if a short probe finds it
-faster than the C library. Decision 0008 has the measurements. All other tensors are copied by `torch.Tensor.copy_`;
-those on devices into pinned memory, on a stream of their own.
+Contiguous CPU tensors are copied by `copy_and_compare`. All other tensors are copied by `torch.Tensor.copy_`; those on
+devices into pinned memory, on a stream of their own.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import logging
-import mmap
-import statistics
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, Final
+from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from shade.checkpoint._buffer.copy_and_compare import (
+    LEAST_BYTES,
+    LONGEST_SECONDS,
+    Comparison,
+    SharedCopy,
+    copy_bytes,
+    wait_for_others,
+)
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._buffer.torn_read import LONGEST_SECONDS, Comparison, wait_for_others
 from shade.checkpoint._capture.flatten import torch_dtype
 from shade.checkpoint._capture.layout import bytes_of
 from shade.checkpoint._format.digest import digest_of
@@ -53,20 +53,8 @@ _SMALL_BYTES: Final = 2**18
 _ROOM_FACTOR: Final = 1.5
 """A device has room for a clone if so many times its bytes are free: the next step needs memory, too."""
 
-_LINE: Final = 64
-_BLOCK: Final = 4 * _LINE
-"""Bytes that one turn of the loop copies."""
-LEAST_BYTES: Final = 2**18
-"""Shorter copies use the C library: caches help them, and the call costs more than it saves."""
-_PROBE_BYTES: Final = 8 * 2**20
-_PROBE_ROUNDS: Final = 5
-
-
-logger = logging.getLogger("shade.checkpoint")
-_lock = threading.Lock()
-_stream: Callable[[int, int, int], None] | None = None
-_is_prepared = False
-
+_WIDEST_ITEM: Final = 16
+"""Bytes of the longest item of a tensor: complex128."""
 _Part = tuple[str, int, int]
 """Part of a tensor: its name, the first byte, and the end."""
 
@@ -95,10 +83,10 @@ class Copying:
         self.steady = steady
         self._comparison = Comparison() if comparison is None else comparison
         self._stream_hash = stream_hash
-        self._source = {name: source[name].detach() for name in entries}
         self._live = {name: source[name] for name in entries}
+        self._source = {name: each if _is_plain(each) else each.detach() for name, each in self._live.items()}
         self._entries, self._buffer = entries, buffer
-        self._fingerprints = {name: _fingerprint(name, tensor) for name, tensor in self._live.items()}
+        self._fingerprints = Fingerprints(self._live)
         self._to_copy = dict.fromkeys(entries)
         self._taking = threading.Lock()
         self._begun: dict[str, int] = {}
@@ -254,19 +242,17 @@ class Copying:
         else:
             self._view(name).copy_(tensor)
 
-    def _copy_all(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.copy(name)
-
-    def _halves(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Returns two lists of about as many bytes: the largest tensor first, each to the list that has less."""
-        halves: tuple[list[str], list[str]] = ([], [])
-        lengths = [0, 0]
-        for name in sorted(names, key=lambda name: self._entries[name].start - self._entries[name].stop):
-            less = int(lengths[1] < lengths[0])
-            halves[less].append(name)
-            lengths[less] += self._entries[name].stop - self._entries[name].start
-        return halves
+    def _share(self, names: Iterable[str]) -> SharedCopy:
+        """Returns the copy of those tensors that lie on the host in one piece; they count as copied."""
+        address, ranges = self._buffer.data_ptr(), []
+        for name in names if self._stream_hash is None else ():
+            tensor = self._source[name]
+            if _is_plain(tensor):
+                del self._to_copy[name]
+                begun, entry = self._begun.pop(name, 0), self._entries[name]
+                start = entry.start + begun
+                ranges.append((address + start, tensor.data_ptr() + begun, entry.stop - start))
+        return SharedCopy(ranges)
 
     def _view(self, name: str) -> torch.Tensor:
         entry = self._entries[name]
@@ -302,25 +288,24 @@ class Copying:
         clones = {name: self._source[name].clone() for name in left}
         for device in needed_bytes:
             torch.cuda.current_stream(device).synchronize()
-        for name in left:
-            if _fingerprint(name, self._live[name]) != self._fingerprints[name]:
-                raise self._torn(name)
+        changed = self._fingerprints.first_changed(left)
+        if changed is not None:
+            raise self._torn(changed)
         self._source |= clones
         self._live |= clones
-        self._fingerprints |= {name: _fingerprint(name, clone) for name, clone in clones.items()}
+        self._fingerprints = Fingerprints(self._live)  # no others are left to check
         return True
 
     def settle(self, names: Iterable[str], helper: Executor | None = None) -> None:
-        """Copies tensors and checks them now; later changes to them do not concern this snapshot. A ``helper`` copies
-        half of the bytes in a second thread. Raises `TornSnapshotError` if one has changed since the start; the
-        buffer's content is worth nothing."""
+        """Copies tensors and checks them now; later changes to them do not concern this snapshot. A ``helper`` takes a
+        part of both. Raises `TornSnapshotError` if one has changed since the start; the buffer's content is worth
+        nothing."""
         names = list(names)
         left = [name for name in names if name in self._to_copy]
-        mine, theirs = (left, []) if helper is None else self._halves(left)
-        helped = None if helper is None else helper.submit(self._copy_all, theirs)
-        self._copy_all(mine)
-        if helped is not None:
-            helped.result()
+        self._share(left).run(helper)
+        for name in left:
+            if name in self._to_copy:
+                self.copy(name)
         for stream in self._streams.values():
             stream.synchronize()
         if names and not wait_for_others():  # also where `advance`, or another thread, has copied them all
@@ -328,26 +313,30 @@ class Copying:
                 "expected to see every other thread rest or run while a copy was checked, got one without a processor "
                 f"for {LONGEST_SECONDS:g} s; nothing was saved: give the training fewer threads, or more cores"
             )
+        changed = self._fingerprints.first_changed(names)
+        if changed is not None:
+            self._comparison.in_full |= not self._fingerprints.is_counted(changed)
+        torn = changed or self._first_torn(names, helper)
+        if torn is not None:
+            raise self._torn(torn)
         for name in names:
-            before, now = self._fingerprints[name], _fingerprint(name, self._live[name])
-            if now != before:
-                self._comparison.in_full |= now[:2] == before[:2]
-                raise self._torn(name)
-        for name in names:
-            tensor = self._source[name]
-            if tensor.device.type == "cpu" and not self._agrees(name, tensor):
-                raise self._torn(name)
             del self._unchecked[name]
 
     def finish(self, helper: Executor | None = None) -> None:
         """Settles all tensors that are not settled yet; see `settle`."""
         self.settle(self._unchecked, helper)
 
-    def _agrees(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a CPU tensor equals its copy, in the places that are compared."""
-        if not tensor.is_contiguous():
-            return self._comparison.agrees_in_full(tensor, self._view(name))
-        return self._comparison.agrees(tensor, self._buffer, self._entries[name].start, self._pauses.get(name, ()))
+    def _first_torn(self, names: Iterable[str], helper: Executor | None) -> str | None:
+        """Returns the first CPU tensor that differs from its copy, in the places that are compared."""
+        address = self._buffer.data_ptr()
+        plain: dict[str, tuple[torch.Tensor, int]] = {}
+        for name in names:
+            tensor = self._source[name]
+            if _is_plain(tensor):
+                plain[name] = tensor, address + self._entries[name].start
+            elif tensor.is_cpu and not self._comparison.agrees_in_full(tensor, self._view(name)):
+                return name
+        return self._comparison.first_torn(plain, self._pauses, helper)
 
     def _torn(self, name: str) -> TornSnapshotError:
         return TornSnapshotError(
@@ -358,7 +347,7 @@ class Copying:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor's bytes lie on the host, one after the other."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.is_cpu and tensor.is_contiguous()
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -367,101 +356,64 @@ def _free_bytes(device: torch.device) -> int:
     return int(free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def _fingerprint(name: str, tensor: torch.Tensor) -> tuple[int, int, bytes]:
-    """Returns what changes whenever the tensor does; of uncounted changes, it shows those of the first or last item."""
-    if tensor.is_inference():
-        cure = "clone() it outside of inference_mode before it is saved"
-        raise ConfigError.of(f"{name!r} to count its changes", "a tensor made under torch.inference_mode", cure)
-    address, ends = tensor.data_ptr(), b""
-    if tensor.device.type == "cpu" and address and tensor.numel():
-        width = tensor.itemsize
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        ends = ctypes.string_at(address, width) + ctypes.string_at(address + last * width, width)
-    return tensor._version, address, ends
+class Fingerprints:
+    """What changes whenever one of some tensors does; of uncounted changes, those of its first or last item.
+
+    Args:
+        tensors: By name.
+
+    Raises:
+        ConfigError: One does not count its changes.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+        for name, tensor in self._tensors.items():
+            if tensor.is_inference():
+                cure = "clone() it outside of inference_mode before it is saved"
+                raise ConfigError.of(f"{name!r} to count its changes", "a tensor made under torch.inference_mode", cure)
+        self._number = {name: number for number, name in enumerate(self._tensors)}
+        self._counts = _counts(self._tensors.values())
+        self._end_N3 = np.array([_ends(each) for each in self._tensors.values()], dtype=np.uintp).reshape(-1, 3)
+        self._items_N = self._read(range(len(self._tensors)))
+
+    def first_changed(self, names: Sequence[str]) -> str | None:
+        """Returns the first of some tensors that has changed since this object was made; None if none has."""
+        numbers = [self._number[name] for name in names]
+        counts = _counts(self._tensors[name] for name in names)
+        for name, number, count in zip(names, numbers, counts, strict=True):
+            if count != self._counts[number]:
+                return name
+        # Only now: the memory of a tensor that has moved may be gone.
+        other = np.flatnonzero(self._read(numbers) != self._items_N[numbers])
+        return names[other[0]] if len(other) else None
+
+    def _read(self, numbers: Sequence[int]) -> npt.NDArray[np.void]:
+        """Returns the first and the last item of some tensors."""
+        item_N = np.zeros(len(numbers), dtype=np.dtype((np.void, 2 * _WIDEST_ITEM)))
+        first_N, last_N, width_N = self._end_N3[numbers].T
+        target_N = item_N.ctypes.data + 2 * _WIDEST_ITEM * np.arange(len(numbers), dtype=np.uintp)
+        firsts = np.stack([target_N, first_N, width_N], axis=1)
+        lasts = np.stack([target_N + np.uintp(_WIDEST_ITEM), last_N, width_N], axis=1)
+        SharedCopy(np.concatenate([firsts, lasts])).run()
+        return item_N
+
+    def is_counted(self, name: str) -> bool:
+        """Whether PyTorch has counted a change of a tensor, or its memory is another."""
+        return _counts([self._tensors[name]]) != [self._counts[self._number[name]]]
 
 
-def copy_bytes(target: int, source: int, num_bytes: int) -> None:
-    """Copies memory from one address to another; the two ranges must not overlap."""
-    stream = _stream
-    if stream is None or num_bytes < LEAST_BYTES:
-        ctypes.memmove(target, source, num_bytes)
-        return
-    # The ends first: between two calls this thread may have to wait for the interpreter, and a writer that the copy had
-    # overtaken could overtake it in turn. So no bytes are copied after the body that could be newer than the body.
-    head = -target % _LINE
-    body = (num_bytes - head) // _BLOCK * _BLOCK
-    ctypes.memmove(target, source, head)
-    ctypes.memmove(target + head + body, source + head + body, num_bytes - head - body)
-    stream(target + head, source + head, body)
+def _counts(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Returns how often each tensor was changed, and its address."""
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
-def prepare() -> None:
-    """Compiles the streaming loop and decides whether to use it; once a process, in a background thread."""
-    global _stream, _is_prepared
-    with _lock:
-        if _is_prepared:
-            return
-        _is_prepared = True
-        try:
-            stream = _compile()
-        except Exception as error:  # noqa: BLE001 - whatever a compiler may raise: the C library can do it
-            logger.info("snapshots are copied by the C library: %s", error)
-            return
-        _stream = stream if _is_faster(stream) else None
-
-
-def _is_faster(stream: Callable[[int, int, int], None]) -> bool:
-    """Whether the loop beats the C library on a tensor's worth of bytes, in the median."""
-    maps = [mmap.mmap(-1, _PROBE_BYTES) for _ in range(2)]
-    target, source = ((ctypes.c_char * _PROBE_BYTES).from_buffer(each) for each in maps)
-    addresses = ctypes.addressof(target), ctypes.addressof(source)
-    ways: tuple[Callable[..., Any], ...] = (stream, ctypes.memmove)
-    took: tuple[list[float], ...] = ([], [])
-    for _ in range(_PROBE_ROUNDS):
-        for copy, seconds in zip(ways, took, strict=True):
-            begun = time.perf_counter()
-            copy(*addresses, _PROBE_BYTES)
-            seconds.append(time.perf_counter() - begun)
-    ours, theirs = map(statistics.median, took)
-    return ours < theirs
-
-
-def _compile() -> Callable[[int, int, int], None]:
-    """Returns the loop; it takes target (aligned to a line), source, and bytes (a multiple of the block)."""
-    import numba
-    from llvmlite import ir
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def stream_blocks(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
-        signature = numba.types.void(numba.types.uintp, numba.types.uintp, numba.types.uintp)
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            to, of, length = arguments
-            word, line = ir.IntType(64), ir.VectorType(ir.IntType(64), 8)
-            entry = builder.block
-            loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
-            builder.cbranch(builder.icmp_unsigned("==", length, word(0)), done, loop)
-            builder.position_at_end(loop)
-            position = builder.phi(word)
-            position.add_incoming(word(0), entry)
-            for offset in range(0, _BLOCK, _LINE):
-                here = builder.add(position, word(offset))
-                value = builder.load(builder.inttoptr(builder.add(of, here), line.as_pointer()), align=1)
-                stored = builder.store(value, builder.inttoptr(builder.add(to, here), line.as_pointer()), align=_LINE)
-                stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
-            after = builder.add(position, word(_BLOCK))
-            position.add_incoming(after, loop)
-            builder.cbranch(builder.icmp_unsigned("<", after, length), loop, done)
-            builder.position_at_end(done)
-            builder.fence("seq_cst")  # streaming stores are unordered without a fence
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    @numba.njit("void(uintp, uintp, uintp)", nogil=True)
-    def stream(target: int, source: int, num_bytes: int) -> None:
-        stream_blocks(target, source, num_bytes)  # type: ignore[call-arg]
-
-    compiled: Callable[[int, int, int], None] = stream
-    return compiled
+def _ends(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the addresses of the first and of the last item of a tensor on the host, and their width; else zeros."""
+    if not tensor.is_cpu or not tensor.numel():
+        return 0, 0, 0
+    address, width = tensor.data_ptr(), tensor.itemsize
+    if tensor.is_contiguous():
+        return address, address + tensor.nbytes - width, width
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return address, address + width * sum((size - 1) * step for size, step in steps), width

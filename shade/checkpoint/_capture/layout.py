@@ -12,6 +12,7 @@ name once, and those of one shard cover its bytes from 0 to the end.
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,12 +36,18 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         """Returns the spec of one of the tensors that `flatten` gave."""
-        return cls(SPELLINGS[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.itemsize)
+        return _spec(tensor.dtype, tensor.shape)
 
     @property
     def item_bytes(self) -> int:
         """Width of one element."""
         return torch_dtype(self.dtype).itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec(dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
+    """Returns a spec; every save asks for that of every tensor."""
+    return TensorSpec(SPELLINGS[dtype], tuple(shape), shape.numel() * dtype.itemsize)
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
+from shade.checkpoint._buffer.copy_and_compare import Comparison
 from shade.checkpoint._buffer.tensor_copy import Copying
-from shade.checkpoint._buffer.torn_read import Comparison
 from shade.checkpoint._capture.flatten import SPELLINGS, escape
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.errors import ConfigError, TornSnapshotError

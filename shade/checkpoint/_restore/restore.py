@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import torch
 
-from shade.checkpoint._buffer.tensor_copy import copy_bytes
+from shade.checkpoint._buffer.copy_and_compare import copy_bytes
 from shade.checkpoint._capture.app_state import AppState, check_module, plain_name, renamed, unwrapped
 from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
 from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup

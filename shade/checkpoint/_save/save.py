@@ -25,10 +25,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
+from shade.checkpoint._buffer.copy_and_compare import Comparison, prepare
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._buffer.tensor_copy import Copying, prepare
-from shade.checkpoint._buffer.torn_read import Comparison
+from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, lay_out
 from shade.checkpoint._commit.protocol import ProcessGroup

@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from shade.checkpoint._buffer.tensor_copy import copy_bytes, prepare
+from shade.checkpoint._buffer.copy_and_compare import copy_bytes, prepare
 from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 
 import pytest
 import torch
 
-from shade.checkpoint._buffer import tensor_copy
+from shade.checkpoint._buffer.copy_and_compare import Comparison, _ends_of_parts
 from shade.checkpoint._buffer.tensor_copy import Copying
-from shade.checkpoint._buffer.torn_read import Comparison, _ends_of_parts
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.errors import TornSnapshotError
 
@@ -111,21 +109,6 @@ def test_aten_divides_a_tensor_as_is_thought() -> None:
         writer.join()
 
 
-@pytest.mark.parametrize("num_items", [NUM_ITEMS, NUM_ITEMS + 13])
-def test_nothing_of_a_tensor_is_copied_after_its_body(monkeypatch: pytest.MonkeyPatch, num_items: int) -> None:
-    live = torch.zeros(num_items)
-    overtaken_at = num_items - 1_000
-
-    def stream(target: int, source: int, num_bytes: int) -> None:
-        ctypes.memmove(target, source, num_bytes)
-        live.data[overtaken_at:] = 1  # before this thread gets to its next word
-
-    monkeypatch.setattr(tensor_copy, "_stream", stream)
-    copying = copying_of(live)
-    with pytest.raises(TornSnapshotError, match="'x'"):
-        copying.finish()
-
-
 def test_what_has_differed_once_is_compared_in_full_from_then_on() -> None:
     live, comparison = torch.zeros(NUM_ITEMS), Comparison()
 
@@ -178,7 +161,7 @@ def test_what_is_the_same_agrees_and_either_end_counts(num_bytes: int, in_full: 
     def compared() -> bool:
         comparison = Comparison()
         comparison.in_full = in_full
-        return comparison.agrees(live, buffer, 64, pauses)
+        return comparison.first_torn({"x": (live, buffer.data_ptr() + 64)}, {"x": pauses}) is None
 
     assert compared()
     for place in (0, num_bytes - 1) if num_bytes else ():

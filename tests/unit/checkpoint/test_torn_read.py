@@ -11,8 +11,8 @@ import numba
 import numpy as np
 import pytest
 
-from shade.checkpoint._buffer import torn_read
-from shade.checkpoint._buffer.torn_read import REST_SECONDS, wait_for_others
+from shade.checkpoint._buffer import copy_and_compare
+from shade.checkpoint._buffer.copy_and_compare import REST_SECONDS, wait_for_others
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what its threads do")
 
@@ -41,7 +41,7 @@ def writer() -> Iterator[np.ndarray]:
 
 
 def test_who_sleeps_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torn_read, "LONGEST_SECONDS", 0.25)
+    monkeypatch.setattr(copy_and_compare, "LONGEST_SECONDS", 0.25)
     ended = threading.Event()
     threads = [threading.Thread(target=ended.wait) for _ in range(8)]
     for thread in threads:
@@ -64,8 +64,8 @@ def test_who_writes_has_written_on(writer: np.ndarray) -> None:
 def test_a_processor_that_answers_late_has_not_been_running(
     writer: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torn_read, "LONGEST_SECONDS", 0.2)
-    monkeypatch.setattr(torn_read, "_touch_processors", lambda: time.sleep(2 * torn_read._CLOSE_SECONDS))
+    monkeypatch.setattr(copy_and_compare, "LONGEST_SECONDS", 0.2)
+    monkeypatch.setattr(copy_and_compare, "_touch_processors", lambda: time.sleep(2 * copy_and_compare._CLOSE_SECONDS))
     assert not wait_for_others()
 
 
@@ -75,7 +75,7 @@ def test_who_was_called_to_work_meanwhile_is_waited_for(monkeypatch: pytest.Monk
     helper = threading.Thread(target=ended.wait)
     helper.start()
     number, num_looks = helper.native_id, 0
-    look = torn_read._may_be_writing
+    look = copy_and_compare._may_be_writing
 
     def asleep_then_stuck(thread: int) -> bool:
         nonlocal num_looks
@@ -84,7 +84,7 @@ def test_who_was_called_to_work_meanwhile_is_waited_for(monkeypatch: pytest.Monk
         num_looks += 1
         return 1 < num_looks < 5
 
-    monkeypatch.setattr(torn_read, "_may_be_writing", asleep_then_stuck)
+    monkeypatch.setattr(copy_and_compare, "_may_be_writing", asleep_then_stuck)
     try:
         assert wait_for_others()
     finally:

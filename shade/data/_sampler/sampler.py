@@ -155,7 +155,9 @@ class ShadeSampler(DistributedSampler[int]):
             raise ConfigError.of(
                 "a ShadeDataset with a cache, to follow one stream", type(dataset).__name__, "give it one"
             )
-        self._window = self._opened_window(dataset, shuffle_window, cache, distributed)
+        self._window = (
+            None if shuffle_window is None else self._opened_window(dataset, shuffle_window, cache, distributed)
+        )
         self._last_epoch = None if epochs is None else epochs - 1
         self.epoch = 0
         self._draws: dict[int, Draw] = {}
@@ -188,11 +190,7 @@ class ShadeSampler(DistributedSampler[int]):
                 f"num_replicas equal to the world size {dist.get_world_size()}", self.num_replicas, "leave it out"
             )
 
-    def _opened_window(
-        self, dataset: Any, window: int | None, cache: SampleCache | None, distributed: bool
-    ) -> ShuffleWindow | None:
-        if window is None:
-            return None
+    def _opened_window(self, dataset: Any, window: int, cache: SampleCache | None, distributed: bool) -> ShuffleWindow:
         if not self.shuffle:
             raise ConfigError.of("shuffle=True with a shuffle_window", False, "leave one of the two out")
         count = None if cache is None else cache.for_thread(_READ_AHEAD).count_origin

@@ -11,13 +11,14 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from shade.checkpoint._buffer import copy_and_compare
+from shade.checkpoint._buffer.copy_and_compare import SharedCopy
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
 from shade.checkpoint._commit.protocol import SingleProcessGroup
@@ -76,15 +77,16 @@ def test_a_change_between_two_tensors_is_found_and_named(kind: str, victim: int,
 def test_a_change_in_the_middle_of_a_tensor_is_found(kind: str) -> None:
     live = {"model/x": torch.arange(1_000_000.0)}
     copying = copying_of(live)
-    move = copying.copy
+    share = copying._share
 
-    def slowly(name: str) -> None:
-        move(name)
+    def slowly(names: Iterable[str]) -> SharedCopy:
+        share(names).run()
         half = live["model/x"].detach()[500_000:]
-        copying._view(name)[500_000:] = half + 1  # as if the copy had come by after the change
+        copying._view("model/x")[500_000:] = half + 1  # as if the copy had come by after the change
         write(live["model/x"], 5, kind)
+        return SharedCopy([])
 
-    copying.copy = slowly  # type: ignore[method-assign]
+    copying._share = slowly  # type: ignore[method-assign]
     with pytest.raises(TornSnapshotError, match="'model/x'"):
         copying.finish()
 

@@ -382,7 +382,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """Whether the bar is met."""
+    """Returns a sentence that says whether the bar is met."""
     told, too_few = [], f" so far: the rule asks for {ENOUGH}"
     for is_busy, name in ((False, "quiet"), (True, "busy")):
         found = [row for row in rows if row["row"] == "copy" and row["busy"] is is_busy]

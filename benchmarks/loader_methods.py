@@ -35,7 +35,7 @@ from torchvision.datasets import ImageFolder
 
 BATCH, WORKERS = 64, 2
 SHARES = (0.0, 0.2, 0.5, 1.0)
-"""Of the data set in cache."""
+"""Shares of the data set in cache."""
 MEAN, STD = [0.5] * 3, [0.25] * 3
 NUM_SHARDS = 100
 """Of a converted copy: 20 % of a small data set must hold many; peers' defaults of 64 MB would not fit once."""

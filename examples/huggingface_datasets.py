@@ -35,7 +35,7 @@ def make_pictures(num_samples: int = 200) -> datasets.Dataset:
 
 
 class ReadThroughCache:
-    """What ``with_transform`` calls: rows of indices → rows of samples."""
+    """Turns rows of indices into rows of samples, for ``with_transform``."""
 
     def __init__(self, dataset: ShadeDataset) -> None:
         self._dataset = dataset

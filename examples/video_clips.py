@@ -33,7 +33,7 @@ COLOURS = ("color_primaries", "color_range", "color_trc", "colorspace")
 
 
 class Video:
-    """What the header of a video says: its codec, and where each frame lies, in the order of decoding."""
+    """The header of a video: its codec, and where each frame lies, in the order of decoding."""
 
     def __init__(self, extra: bytes) -> None:
         about, _, table = extra.partition(b"\n")

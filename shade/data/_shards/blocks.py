@@ -275,7 +275,7 @@ def _remove_unused(folder: str) -> None:
 
 
 _UNKNOWN, _COMING, _HERE, _CAME = range(4)
-"""What the processes of a rank know of a block: nothing; that it is on its way; that it is here, or should be; and that
+"""States of a block, shared by the processes of a rank: nothing is known; it is on its way; it is here, or should be;
 it came in this pass."""
 
 

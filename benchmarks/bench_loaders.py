@@ -17,7 +17,7 @@ Method
     loaders are set up as their documentation advises (benchmarks/loader_methods.py says how).
 
     A run is one loader in a process of its own with an empty cache: set-up, a first epoch, then more. Rounds are
-    interleaved: every loader once, then all again. Figures are medians over the second and later epochs of all rounds,
+    interleaved: every loader once, then all again. Figures are medians over the second (and later) epochs of all rounds,
     the spread is their lowest to highest. CPU time is that of the process and everything it started (workers, a private
     Redis server), not the mount's. Opens and bytes are those the mount served in an epoch. A converted copy is opened
     by shard, so its opens say little; its bytes do. `unbiased` draws 70 % of the samples an epoch, which shortens the
@@ -203,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=3, help="in a run; the first stands apart")
+    parser.add_argument("--epochs", type=int, default=2, help="in a run; the first stands apart")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     parser.add_argument("--storage", nargs="+", choices=STORAGE, default=list(STORAGE), metavar="NAME")
     parser.add_argument("--shares", nargs="+", type=float, choices=SHARES, default=list(SHARES), help="in cache")

@@ -334,6 +334,7 @@ def measure(given: argparse.Namespace) -> None:
         text += f"\n{restore_table(result['restore'])}\n"
     print(text)
     if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
         name = "checkpoint-slow" if given.slow else "checkpoint"
         (given.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         (given.out / f"{name}.md").write_text(text)

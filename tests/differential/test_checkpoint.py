@@ -36,7 +36,7 @@ def check(count: int, seed: int) -> None:
 
 
 def test_no_script_differs() -> None:
-    check(60, 0)
+    check(30, 0)
 
 
 @pytest.mark.parametrize("fault", QUICK)

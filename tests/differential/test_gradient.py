@@ -30,7 +30,7 @@ def play_all(count: int, seed: int) -> None:
 
 
 def test_scripts_train_as_on_plain_pytorch_or_are_refused_by_name() -> None:
-    play_all(80, 20)
+    play_all(40, 20)
 
 
 @pytest.mark.parametrize("fault", QUICK_FAULTS)

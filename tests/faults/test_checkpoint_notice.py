@@ -158,6 +158,7 @@ def test_whatever_the_time_and_moment_something_whole_is_left(training: Training
     budgets(training, seed + 10, seconds)
 
 
+@pytest.mark.slow
 def test_with_enough_time_the_very_last_step_is_durable(training: Training, tmp_path: Path) -> None:
     training.persist = str(tmp_path / "durable")
     training.start(30, 0.02, ["SIGTERM"], ["SIGTERM"])

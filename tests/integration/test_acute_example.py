@@ -50,6 +50,7 @@ def example(environment: dict[str, str], folder: Path, *words: str) -> subproces
     )
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_flag_of_the_original_and_back_again(
     environment: dict[str, str], images: Path, tmp_path: Path, name: str

@@ -313,6 +313,7 @@ class TestRunDirectory:
         code, told = shade(capsys, "top", out, "--once")
         assert code == 0, told
 
+    @pytest.mark.slow
     @pytest.mark.multiprocess
     def test_it_is_resumed_with_the_samples_it_would_have_drawn(self, out: Path, tmp_path: Path) -> None:
         log = tmp_path / "log"

@@ -111,6 +111,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Trial]]:
         trial.end()
 
 
+@pytest.mark.slow
 def test_the_least_useful_yield_to_a_snapshot_and_come_back_when_it_is_in_storage(
     pictures: Path, trials: list[Trial], tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_the_least_useful_yield_to_a_snapshot_and_come_back_when_it_is_in_storag
         end(trials)
 
 
+@pytest.mark.slow
 def test_every_save_of_a_run_that_saves_often_finds_room_and_some_samples_stay(
     pictures: Path, trials: list[Trial], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,7 +65,9 @@ def write_video(
 
 
 @pytest.mark.parametrize(("num_frames", "stride"), [(8, 8), (5, 3), (40, 20), (1, 1)])
-@pytest.mark.parametrize("codec", ["libx264", "libx265", "libvpx-vp9"])
+@pytest.mark.parametrize(
+    "codec", ["libx264", *(pytest.param(other, marks=pytest.mark.slow) for other in ("libx265", "libvpx-vp9"))]
+)
 def test_a_clip_has_the_frames_of_the_whole_video(codec: str, num_frames: int, stride: int, tmp_path: Path) -> None:
     whole = [write_video(tmp_path / f"{number}.mp4", codec, 50 + number) for number in range(2)]
     shards = Shards(tmp_path, COLUMNS, format=VideoClips(num_frames, stride))

@@ -188,6 +188,25 @@ def test_models_are_added_up_for_methods_that_restored_all_of_them(benchmarks: N
     assert "lossy" not in table
 
 
+def test_the_default_is_the_first_that_leaves_modules_alone(benchmarks: None) -> None:
+    from strategy_report import MTBF_SECONDS, Report
+
+    rows = []
+    for number in range(3):
+        for model in ("gpt2", "bert"):
+            rows += [
+                row(number, name, pairs=[(5.0 + seconds, 5.0)] * 2, durable=[seconds]) | {"model": model}
+                for name, seconds in (("none", 0.0), ("overlap", 0.4), ("asymmetric", 0.1), ("copy", 0.2))
+            ]
+        rows.append(row(number, "datastates", pairs=[(5.0, 5.0)]))  # cheapest, but not measured on all models
+    text = Report(rows, {"size": "tiny"}).ranking()
+    names = [line.split("|")[1].strip() for line in text.splitlines() if " ms |" in line]
+    assert names == ["asymmetric", "**copy**", "overlap"]
+    assert "Default by decision 0048: `copy`." in text
+    first = 1 + (2 * 0.1 / MTBF_SECONDS) ** 0.5  # Young's, for a cost far below the time between failures
+    assert f"| asymmetric | {first:.4f} ± 0.0000 | 12 | 0.20 ± 0.00 s | 100 ± 0 ms | 100 ± 0 ms |" in text
+
+
 def test_a_turn_is_compared_with_quiet_steps_of_the_turns_around(benchmarks: None) -> None:
     from strategy_report import Report
 

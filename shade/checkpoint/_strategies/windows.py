@@ -8,8 +8,9 @@ submitted, not when it is done.
 
 Modules without children get the hooks, since they do nearly all the work; compiled modules get none. Backward marks
 hang on the outputs' gradients: `register_full_backward_pre_hook` would forbid in-place operations on them, such as an
-in-place ReLU. Price: two calls a module and step, some microseconds each; a hooked module can be copied, but not
-pickled whole.
+in-place ReLU. Price: two calls a module and step, some microseconds each. A copy of a hooked module, pickled or not,
+has hooks that do nothing (`ModuleHook`). PyTorch's fused attention for evaluation leaves hooked modules alone, and
+TorchScript refuses them, so what hooks modules is no default (decision 0048).
 
 `partition` divides a state of R bytes (AsymCheck, DAC 2026): t_i seconds get r_i = R · t_i / (ΣT_f + ΣT_b) bytes. Equal
 partitions would stall in the short windows of the forward pass. The published code corrects the rounding of each pass
@@ -22,6 +23,7 @@ count as busy. That is right: a thread that takes their core would keep the othe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import statistics
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from typing_extensions import override
 
 PROFILED_STEPS: Final = 10
 """Steps in a median, as in AsymCheck's warm-up: fewer are noise, more are the past."""
@@ -40,6 +43,28 @@ _IDLE_COLUMNS: Final = slice(4, 6)
 """The columns of idle time and of waiting for a disk."""
 _PAUSE_SECONDS: Final = 1.0
 """Least time between measurements: reading takes a millisecond with many cores, and a step may take ten."""
+
+
+class ModuleHook:
+    """A forward hook that stays with its module: a copy of the module, pickled or not, gets one that does nothing.
+
+    The hook of a copy is a method of the standard library, so a pickled module can be loaded where shade is not
+    installed.
+
+    Args:
+        action: Takes what PyTorch passes to the hook.
+    """
+
+    def __init__(self, action: Callable[..., None]) -> None:
+        self._action = action
+
+    def __call__(self, *passed: Any) -> None:
+        """Calls the action."""
+        self._action(*passed)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments and returns None
 
 
 class Windows:
@@ -68,8 +93,8 @@ class Windows:
             for inner in module.modules():
                 if not any(True for _ in inner.children()) and id(inner) not in self._hooked:
                     self._hooked.add(id(inner))
-                    self._hooks.append(inner.register_forward_pre_hook(lambda *_: self._forward()))
-                    self._hooks.append(inner.register_forward_hook(lambda *last: self._watch(last[-1])))
+                    self._hooks.append(inner.register_forward_pre_hook(ModuleHook(lambda *_: self._forward())))
+                    self._hooks.append(inner.register_forward_hook(ModuleHook(lambda *last: self._watch(last[-1]))))
             self._is_on_device |= any(parameter.is_cuda for parameter in module.parameters())
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.end()))
@@ -113,8 +138,6 @@ class Windows:
         self._hooks.clear()
 
     # ── hooks ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    # The hooks are lambdas: `copy.deepcopy` of a module copies its hooks, and with a bound method this object too.
 
     def _forward(self) -> None:
         if torch.compiler.is_compiling():  # a hook would cut the compiled graph in two
@@ -208,6 +231,10 @@ class CoresLeft:
     def begin(self) -> None:
         """Begins a measurement, unless the last one is too recent."""
         self._begun = _idle_seconds() if time.perf_counter() >= self._next else None
+
+    def drop(self) -> None:
+        """Discards the measurement that has begun."""
+        self._begun = None
 
     def end(self) -> None:
         """Ends the measurement, if one has begun."""

@@ -83,6 +83,15 @@ def test_an_end_without_a_begin_measures_nothing(system: System) -> None:
     assert left.number() is None
 
 
+def test_a_dropped_measurement_does_not_count(system: System) -> None:
+    left = CoresLeft(10)
+    left.begin()
+    system.passes(2, [1.0] * 4)
+    left.drop()
+    left.end()
+    assert left.number() is None
+
+
 def test_without_proc_stat_nothing_is_known(system: System) -> None:
     system.path.unlink()
     left = CoresLeft(10)

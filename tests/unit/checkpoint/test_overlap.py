@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
@@ -33,7 +34,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.idle = self.now = 0.0
         monkeypatch.setattr(windows, "_idle_seconds", lambda: (self.idle, self.now))
-        monkeypatch.setattr(windows.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
     def passes(self, seconds: float, num_idle: float) -> None:
         self.now, self.idle = self.now + seconds, self.idle + num_idle * seconds
@@ -55,13 +56,16 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def begin(self) -> tuple[Copying, torch.Tensor]:
-        live = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+    def begin(self) -> dict[str, torch.Tensor]:
+        """Begins a snapshot; what becomes of it, by name."""
+        live = self.model.state_dict()
         layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        copying = Copying(live, layout.entries, buffer, frozenset(live))
-        self.strategy.begin(copying)
-        return copying, buffer
+        self.strategy.begin(Copying(live, layout.entries, buffer, frozenset(live)))
+        return {
+            name: buffer[entry.start : entry.stop].view(torch.float32).view(entry.shape)
+            for name, entry in layout.entries.items()
+        }
 
 
 @pytest.fixture
@@ -86,10 +90,9 @@ def copied_by(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
 
 def saved(training: Training) -> None:
     """Saves, and checks what was copied."""
-    expected = torch.cat([each.detach().flatten() for each in training.model.state_dict().values()]).clone()
-    _, buffer = training.begin()
+    found = training.begin()
     training.strategy.wait()
-    assert torch.equal(buffer.view(torch.float32)[: len(expected)], expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in training.model.state_dict().items())
 
 
 def test_it_copies_at_once_where_no_core_is_idle_and_beside_the_training_elsewhere(

@@ -202,7 +202,7 @@ def test_a_module_can_be_copied_and_its_copy_is_no_part_of_the_training(
     torch.manual_seed(0)
     model = Attention()
     optimizer = torch.optim.Adam(model.parameters())
-    with Checkpointer(persist_to=tmp_path, run=f"copies-{strategy}", strategy=strategy, every="never") as checkpointer:
+    with Checkpointer(persist_to=tmp_path, run="copies", strategy=strategy, every="never") as checkpointer:
         checkpointer.attach(model=model, optimizer=optimizer)
         trained(model, optimizer)
         trained(model, optimizer)

@@ -151,8 +151,11 @@ def measure(row: str, run: str, place: Path | None) -> dict[str, Any]:
 
 def table(rounds: list[dict[str, dict[str, Any]]]) -> list[str]:
     """Markdown: a row a place of the server."""
-    lines = ["| server | run | rounds | work | user / system | stall p50 | committed after |", "|---|---|---|---|---|---|---|"]
-    for row in ROWS[1:]:
+    lines = [
+        "| server | run | rounds | work | user / system | stall p50 | committed after |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in [name for name in ROWS[1:] if name in rounds[0]]:
         ratios = [each[row]["run"] / each["none"]["run"] for each in rounds]
         work = [_cpu(each[row]) / _cpu(each["none"]) for each in rounds]
         user = statistics.median((each[row]["user"] - each["none"]["user"]) / len(SAVES) for each in rounds)
@@ -183,6 +186,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="A server on a core of its own; see the top of the file.")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", nargs="*", default=list(ROWS[1:]), help="beside the one without saves (all)")
     parser.add_argument("--out", type=Path, help="folder for checkpoint-cores.jsonl and .md")
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
@@ -196,7 +200,8 @@ def main() -> None:
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(given.rounds):
         rounds.append({})
-        for row in random.Random(number).sample(ROWS, len(ROWS)):
+        rows = ["none", *given.rows]
+        for row in random.Random(number).sample(rows, len(rows)):
             run = f"cores-{os.getpid()}-{number}-{ROWS.index(row)}"
             rounds[-1][row] = kept(f"{number} {row}", lambda row=row, run=run: measure(row, run, given.folder))  # type: ignore[misc]
             print(f"round {number}: {row}: {rounds[-1][row]['run']:.1f} s", file=sys.stderr, flush=True)

@@ -223,10 +223,10 @@ def main() -> None:
         run_all(given, names, log, place)
     rows = [row for row in log.of(setting(given)) if row["model"] in given.models and row["method"] in names]
     report = strategy_report.Report(rows, setting(given))
-    text = report.ranking() if given.candidates else report.text()
+    text = f"{report.about()}\n\n{report.ranking()}\n" if given.candidates else report.text()
     print(text)
     if given.out is not None and given.candidates:
-        (given.out / f"{DEFAULT}.md").write_text(text)
+        (given.out / f"{DEFAULT}.md").write_text(f"# The default strategy\n\n{text}")
     elif given.out is not None and not given.method:
         report.write(given.out)
     sys.exit(1 if any("failed" in row for row in rows) else 0)

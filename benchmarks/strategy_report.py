@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from measures import percentile
-from strategy_methods import leaves_modules_alone, process_of
+from strategy_methods import CANDIDATES, leaves_modules_alone, process_of
 
 from shade.checkpoint._pacing.schedule import best_cycle, goodput
 
@@ -136,6 +136,7 @@ class Report:
                 )
         if len(self.models) > 1:
             parts.append(f"## All models: a snapshot of each, added up\n\n{self._overall()}")
+            parts.append(f"## What the default is chosen among\n\n{self.ranking()}")
         if OURS in {line.method for lines in self.lines.values() for line in lines}:
             wins = self.wins()
             told = ", ".join(wins) or "none"
@@ -176,45 +177,34 @@ class Report:
         return "\n".join(["| method | cost | first on |", "|---|---|---|", *rows])
 
     def ranking(self) -> str:
-        """Markdown: who may be the default, and what each costs; the shortest run time first (decision 0048)."""
+        """Markdown: what the default is chosen among, the shortest run time first (decision 0048)."""
         found = []
-        for method in dict.fromkeys(line.method for lines in self.lines.values() for line in lines):
+        for method in CANDIDATES:
             lines = {m: line for m, each in self.lines.items() for line in each if line.method == method}
             if len(lines) == len(self.models) and not any(line.failed for line in lines.values()):
                 figure = statistics.geometric_mean(line.run_time() for line in lines.values())
                 error = math.hypot(*(line.run_time_error for line in lines.values())) / len(lines)
                 found.append((figure, error, method, lines))
         found.sort(key=lambda each: each[0])
-        may = {method: leaves_modules_alone(method) for _, _, method, _ in found}
-        default = next((method for _, _, method, _ in found if may[method]), "none")
+        eligible = [method for _, _, method, _ in found if leaves_modules_alone(method)]
         rows = [
-            f"| strategy | run time | saves | six snapshots | {' | '.join(self.models)} | stall p50 | may be default |",
-            "|---|---|---|---|" + "---|" * (len(self.models) + 2),
+            "| strategy | run time | saves | a snapshot of each | stall | may be default |",
+            "|---|---|---|---|---|---|",
         ]
         for figure, error, method, lines in found:
-            name = f"**{method}**" if method == default else method
-            costs = [f"{1000 * lines[model].cost:.0f} ± {1000 * lines[model].spread:.0f} ms" for model in self.models]
+            name = f"**{method}**" if method in eligible[:1] else method
             total, doubt = sum(each.cost for each in lines.values()), math.hypot(*(e.spread for e in lines.values()))
             stall = statistics.geometric_mean(each.stall_p50 for each in lines.values())
             rows.append(
                 f"| {name} | {figure:.4f} ± {error:.4f} | {sum(self.saves[model, method] for model in self.models)} | "
-                f"{total:.2f} ± {doubt:.2f} s | {' | '.join(costs)} | {1000 * stall:.0f} ms | "
-                f"{'yes' if may[method] else 'no: hooks modules'} |"
+                f"{total:.2f} ± {doubt:.2f} s | {1000 * stall:.0f} ms | "
+                f"{'yes' if method in eligible else 'no: hooks modules'} |"
             )
-        noise = ", ".join(
-            f"{model} {1000 * line.cost:.0f} ± {1000 * line.spread:.0f} ms" for model, line in self.controls.items()
+        told = (
+            "Run time: with a failure an hour and a save at the best interval, over a run without saves and failures. "
+            "Run time and stall are geometric means over the models."
         )
-        return "\n\n".join(
-            [
-                "# The default strategy: the first that may be it",
-                self.about(),
-                "Run time: with a failure an hour and a save at the best interval, over a run without saves and "
-                "failures; the geometric mean of six models. Cost a snapshot by model, stall: the geometric mean.",
-                "\n".join(rows),
-                f"Where nothing is saved, steps differ from those around by: {noise}.",
-                f"Default by decision 0048: `{default}`.",
-            ]
-        ) + "\n"
+        return "\n\n".join([told, "\n".join(rows)])
 
     def about(self) -> str:
         """Where the figures are from."""

@@ -200,11 +200,10 @@ def test_the_default_is_the_first_that_leaves_modules_alone(benchmarks: None) ->
             ]
         rows.append(row(number, "datastates", pairs=[(5.0, 5.0)]))  # cheapest, but not measured on all models
     text = Report(rows, {"size": "tiny"}).ranking()
-    names = [line.split("|")[1].strip() for line in text.splitlines() if " ms |" in line]
-    assert names == ["asymmetric", "**copy**", "overlap"]
-    assert "Default by decision 0048: `copy`." in text
+    rows_shown = [line.split("|")[1:] for line in text.splitlines() if line.rstrip().endswith(("yes |", "modules |"))]
+    assert [cells[0].strip() for cells in rows_shown] == ["asymmetric", "**copy**", "overlap"]
     first = 1 + (2 * 0.1 / MTBF_SECONDS) ** 0.5  # Young's, for a cost far below the time between failures
-    assert f"| asymmetric | {first:.4f} ± 0.0000 | 12 | 0.20 ± 0.00 s | 100 ± 0 ms | 100 ± 0 ms |" in text
+    assert [cell.strip() for cell in rows_shown[0][1:4]] == [f"{first:.4f} ± 0.0000", "12", "0.20 ± 0.00 s"]
 
 
 def test_a_turn_is_compared_with_quiet_steps_of_the_turns_around(benchmarks: None) -> None:

@@ -35,6 +35,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -83,16 +84,17 @@ def train(store: str, folder: str, run: str) -> dict[str, Any]:
     if checkpointer is not None:
         checkpointer.wait_committed()
     handles.clear()
-    begun, worked = time.perf_counter(), os.times()
+    begun, worked, switched = time.perf_counter(), os.times(), resource.getrusage(resource.RUSAGE_SELF)
     for number in range(STEPS):
         step(number in SAVES)
     if checkpointer is not None:
         checkpointer.close()
-    took, after = time.perf_counter() - begun, os.times()
+    took, after, since = time.perf_counter() - begun, os.times(), resource.getrusage(resource.RUSAGE_SELF)
     return {
         "run": took,
         "user": after.user - worked.user,
         "system": after.system - worked.system,
+        "switches": since.ru_nvcsw + since.ru_nivcsw - switched.ru_nvcsw - switched.ru_nivcsw,
         "stalls": [each.blocked_seconds for each in handles],
         "committed": [each.commit_seconds for each in handles],
     }

@@ -1,4 +1,4 @@
-"""The published systems that differ from `copy` and `ThreadedCopy` in little more than their configs: one class a paper.
+"""The published systems that differ from `copy` and `ThreadedCopy` in little more than their configs: a class a paper.
 
 Systems that copy or send in their own way have a module: `asymmetric`, `deepfreeze`, `gemini`. Decision 0027 compares
 all of them.

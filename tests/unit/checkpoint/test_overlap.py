@@ -218,7 +218,7 @@ def test_a_module_can_be_copied_and_its_copy_is_no_part_of_the_training(
 
 
 def test_the_default_is_the_same_from_python_and_from_the_command_line() -> None:
-    assert DEFAULT == RunConfig.checkpoint_strategy
+    assert RunConfig.checkpoint_strategy == DEFAULT
 
 
 def test_with_the_default_a_module_is_left_as_it_was(tmp_path: Path) -> None:
@@ -230,9 +230,9 @@ def test_with_the_default_a_module_is_left_as_it_was(tmp_path: Path) -> None:
         checkpointer.attach(model=model, optimizer=optimizer)
         for each in model.modules():
             assert {name: value for name, value in vars(each).items() if name.endswith("_hooks") and value} == {}
-        for each in model.parameters():
-            assert not each._backward_hooks
-            assert not each._post_accumulate_grad_hooks
+        for parameter in model.parameters():
+            assert not parameter._backward_hooks
+            assert not parameter._post_accumulate_grad_hooks
         model.eval()
         apart.eval()
         with torch.no_grad():

@@ -7,7 +7,7 @@ the next bytes and not a whole transfer, so a large batch over a slow network do
 detected after ``timeout_seconds``. The kernel keeps it (SO_SNDTIMEO and SO_RCVTIMEO, socket(7)), except with TLS:
 Python's own timeout returns to the interpreter twice for each 200 KB that fit into a socket, and each return waits
 while another thread computes in it. There are no retries: a connection that broke is closed, and the next batch opens
-another. Decisions 0002 and 0025 have the price of the libraries, 0048 that of the timeout.
+another. Decisions 0002 and 0025 have the price of the libraries and of the timeout.
 
 A failure closes the connection first and raises an exception with the address: half a reply left in it would answer the
 next caller's question. Invariant: an open link has no reply outstanding between two batches.

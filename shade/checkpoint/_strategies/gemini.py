@@ -29,8 +29,8 @@ import torch
 from typing_extensions import override
 
 from shade.checkpoint._strategies.base import STRATEGIES, StrategyConfig
-from shade.checkpoint._strategies.overlap import ThreadedCopy
-from shade.checkpoint._strategies.windows import PROFILED_STEPS, ModuleHook, first_tensor
+from shade.checkpoint._strategies.overlap import PROFILED_STEPS, ThreadedCopy
+from shade.checkpoint._strategies.windows import ModuleHook, first_tensor
 
 _PATIENT_STEPS: Final = 2.0
 _MEASURED: Final = 32

@@ -10,24 +10,37 @@ threads, which end with their slowest, and the copy costs more than it would hav
 counts idle cores between an optimizer's steps (`CoresLeft`). If there are none, and the state lies on the host, it
 copies at once, as `copy` does; on a device a copy takes no core. The first save, before anything is counted, is copied
 in the background. It hooks optimizers and no module, so the modules stay as they were (decision 0048).
+
+`CoresLeft` reads each core's idle time from ``/proc/stat`` (proc(5)). PyTorch threads that wait for each other spin and
+count as busy. That is right: a thread that takes their core would keep the others waiting.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from typing_extensions import override
 
 from shade.checkpoint._buffer.tensor_copy import Copying
-from shade.checkpoint._strategies.base import STRATEGIES, Strategy
-from shade.checkpoint._strategies.copy import Copy
-from shade.checkpoint._strategies.windows import PROFILED_STEPS, CoresLeft
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, copy_at_once
 from shade.errors import TornSnapshotError
+
+PROFILED_STEPS: Final = 10
+"""Steps that are remembered, as in AsymCheck's warm-up: fewer are noise, more are the past."""
+_STAT: Final = Path("/proc/stat")
+_IDLE_COLUMNS: Final = slice(4, 6)
+"""The columns of idle time and of waiting for a disk."""
+_PAUSE_SECONDS: Final = 1.0
+"""Least time between measurements: reading takes a millisecond with many cores, and a step may take ten."""
 
 
 class ThreadedCopy(Strategy):
@@ -90,7 +103,7 @@ class Overlap(ThreadedCopy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._at_once = Copy()
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="shade-copy")
         self._cores = CoresLeft(PROFILED_STEPS)
         self._hooks: list[Any] = []
 
@@ -104,7 +117,7 @@ class Overlap(ThreadedCopy):
     def begin(self, copying: Copying) -> Future[None]:
         self._cores.drop()  # a training that waits for room, or for this copy, leaves its cores idle
         if self._cores.number() == 0 and not copying.is_of_devices:
-            self._running = self._at_once.begin(copying)
+            self._running = copy_at_once(copying, self._helper)
             return self._running
         return super().begin(copying)
 
@@ -113,5 +126,50 @@ class Overlap(ThreadedCopy):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._at_once.close()
+        self._helper.shutdown()
         super().close()
+
+
+class CoresLeft:
+    """A count of idle cores, among those of this process, between `begin` and `end`.
+
+    Args:
+        num_remembered: Measurements in the average.
+    """
+
+    def __init__(self, num_remembered: int) -> None:
+        self._measured: deque[tuple[float, float]] = deque(maxlen=num_remembered)
+        self._begun: tuple[float, float] | None = None
+        self._next = 0.0
+
+    def begin(self) -> None:
+        """Begins a measurement, unless the last one is too recent."""
+        self._begun = _idle_seconds() if time.perf_counter() >= self._next else None
+
+    def drop(self) -> None:
+        """Discards the measurement that has begun."""
+        self._begun = None
+
+    def end(self) -> None:
+        """Ends the measurement, if one has begun."""
+        begun, self._begun = self._begun, None
+        ended = None if begun is None else _idle_seconds()
+        if begun is not None and ended is not None:
+            self._measured.append((ended[0] - begun[0], ended[1] - begun[1]))
+            self._next = ended[1] + _PAUSE_SECONDS
+
+    def number(self) -> int | None:
+        """Returns the mean number of idle cores, rounded; None without a measurement or without ``/proc/stat``."""
+        seconds = sum(length for _, length in self._measured)
+        return round(sum(idle for idle, _ in self._measured) / seconds) if seconds > 0 else None
+
+
+def _idle_seconds() -> tuple[float, float] | None:
+    """Returns the idle seconds of this process's cores together, and the time; None without Linux."""
+    try:
+        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
+    except (OSError, AttributeError):  # not Linux
+        return None
+    ticks = sum(int(ticks) for line in lines if line[0] in ours for ticks in line[_IDLE_COLUMNS])
+    return ticks / os.sysconf("SC_CLK_TCK"), time.perf_counter()

@@ -1,4 +1,4 @@
-"""Measures the windows of a training step, divides a snapshot among them, and counts idle cores.
+"""Measures the windows of a training step, and divides a snapshot among them.
 
 A window begins where a module's forward pass begins, and where the gradient of its output arrives, which is where its
 backward pass begins. So a step is a sequence of marks, the same in every step of a regular model. Windows are measured
@@ -16,33 +16,22 @@ TorchScript refuses them, so what hooks modules is no default (decision 0048).
 partitions would stall in the short windows of the forward pass. The published code corrects the rounding of each pass
 by itself, so its partitions hold the state twice; here the cumulative shares are rounded once. Invariant: the
 partitions add up to R.
-
-`CoresLeft` reads each core's idle time from ``/proc/stat`` (proc(5)). PyTorch threads that wait for each other spin and
-count as busy. That is right: a thread that takes their core would keep the others waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-PROFILED_STEPS: Final = 10
-"""Steps in a median, as in AsymCheck's warm-up: fewer are noise, more are the past."""
-_STAT: Final = Path("/proc/stat")
-_IDLE_COLUMNS: Final = slice(4, 6)
-"""The columns of idle time and of waiting for a disk."""
-_PAUSE_SECONDS: Final = 1.0
-"""Least time between measurements: reading takes a millisecond with many cores, and a step may take ten."""
+from shade.checkpoint._strategies.overlap import PROFILED_STEPS, CoresLeft
 
 
 class ModuleHook:
@@ -214,48 +203,3 @@ def partition(num_bytes: int, window_seconds: Sequence[float]) -> list[int]:
     ends = [round(num_bytes * min(1.0, seconds / (total or len(window_seconds)))) for seconds in reached]
     ends[-1] = num_bytes
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-class CoresLeft:
-    """A count of idle cores, among those of this process, between `begin` and `end`.
-
-    Args:
-        num_remembered: Measurements in the average.
-    """
-
-    def __init__(self, num_remembered: int) -> None:
-        self._measured: deque[tuple[float, float]] = deque(maxlen=num_remembered)
-        self._begun: tuple[float, float] | None = None
-        self._next = 0.0
-
-    def begin(self) -> None:
-        """Begins a measurement, unless the last one is too recent."""
-        self._begun = _idle_seconds() if time.perf_counter() >= self._next else None
-
-    def drop(self) -> None:
-        """Discards the measurement that has begun."""
-        self._begun = None
-
-    def end(self) -> None:
-        """Ends the measurement, if one has begun."""
-        begun, self._begun = self._begun, None
-        ended = None if begun is None else _idle_seconds()
-        if begun is not None and ended is not None:
-            self._measured.append((ended[0] - begun[0], ended[1] - begun[1]))
-            self._next = ended[1] + _PAUSE_SECONDS
-
-    def number(self) -> int | None:
-        """Returns the mean number of idle cores, rounded; None without a measurement or without ``/proc/stat``."""
-        seconds = sum(length for _, length in self._measured)
-        return round(sum(idle for idle, _ in self._measured) / seconds) if seconds > 0 else None
-
-
-def _idle_seconds() -> tuple[float, float] | None:
-    """Returns the idle seconds of this process's cores together, and the time; None without Linux."""
-    try:
-        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-        lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
-    except (OSError, AttributeError):  # not Linux
-        return None
-    ticks = sum(int(ticks) for line in lines if line[0] in ours for ticks in line[_IDLE_COLUMNS])
-    return ticks / os.sysconf("SC_CLK_TCK"), time.perf_counter()

@@ -18,7 +18,7 @@ import torch
 from shade.checkpoint import Checkpointer
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint._strategies import STRATEGIES, windows
+from shade.checkpoint._strategies import STRATEGIES, overlap
 from shade.checkpoint._strategies.base import Strategy
 from shade.checkpoint._strategies.overlap import Overlap
 from shade.config import RunConfig
@@ -33,7 +33,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.idle = self.now = 0.0
-        monkeypatch.setattr(windows, "_idle_seconds", lambda: (self.idle, self.now))
+        monkeypatch.setattr(overlap, "_idle_seconds", lambda: (self.idle, self.now))
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
     def passes(self, seconds: float, num_idle: float) -> None:
@@ -100,7 +100,7 @@ def test_it_copies_at_once_where_no_core_is_idle_and_beside_the_training_elsewhe
 ) -> None:
     saved(training)  # nothing is counted yet
     for num_idle in (0.0, 0.0, 2.0, 2.0):
-        for _ in range(windows.PROFILED_STEPS + 1):
+        for _ in range(overlap.PROFILED_STEPS + 1):
             training.step(num_idle)
         saved(training)
     here = threading.current_thread()

@@ -213,7 +213,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Command line."""
     given = parse()
-    given.models, given.store = given.models or list(strategy_models.MODELS), False
+    given.models, given.store, given.candidates = given.models or list(strategy_models.MODELS), False, False
     for model in given.models:
         strategy_models.build(model, given.size, on_meta=True)  # imports what it needs, for all runs at once
     names = ["none", *candidates()]

@@ -30,6 +30,9 @@ Command
     python benchmarks/bench_strategies.py --size base --rounds 5 --out benchmarks/results
         the table: all methods, all models, two hours or three. Rows are added to OUT/strategies.jsonl as they come; the
         same command goes on where it was interrupted, and draws the table from what is there. --size tiny for a look.
+    python benchmarks/bench_strategies.py --candidates --rounds 4 --out benchmarks/results
+        the default strategy: what may be it, no restores; five minutes a round on two idle cores, and it says what is
+        left. Rows are kept in OUT/strategies-default.jsonl, the table in .md. The rule is decision 0048.
     python benchmarks/bench_strategies.py --model gpt2 --data /data/wikitext-2-raw --size base
         on real text (WikiText for gpt2, bloom, roberta; SQuAD v1.1 for bert; an ImageFolder for vit and resnet)
 
@@ -57,11 +60,13 @@ import strategy_models
 import strategy_report
 import strategy_run
 from measures import Child, Log, commit, forget, in_child, processors
-from strategy_methods import METHODS, NAMES, SPARE, process_of
+from strategy_methods import CANDIDATES, METHODS, NAMES, SPARE, process_of
 
 from shade.errors import UnknownNameError
 
 ROWS = "strategies.jsonl"
+DEFAULT = "strategies-default"
+"""Name of the files that say which strategy is the default."""
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """Where references are: on the disk they would hold up what is written and read there."""
 
@@ -73,7 +78,8 @@ def measure(each: dict[str, Any], given: argparse.Namespace, place: Path, traini
         tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryDirectory(dir=MEMORY) as memory,
     ):
-        reference = Path(memory) / "reference.pt" if number == 0 and name != "none" else None
+        is_restored = number == 0 and name != "none" and not given.candidates
+        reference = Path(memory) / "reference.pt" if is_restored else None
         try:
             figures = training.call("take", name, Path(folder), reference, number)
             if reference is not None:
@@ -175,6 +181,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Which way to checkpoint costs least; see the top of the file.")
     parser.add_argument("--method", help="one run of this method alone")
     parser.add_argument("--methods", nargs="*", help="of the table (all)")
+    parser.add_argument("--candidates", action="store_true", help="which strategy is the default; nothing is restored")
     parser.add_argument("--model", action="append", dest="models", help="may be repeated (all six)")
     parser.add_argument("--size", default="base", help="tiny, base or large (base)")
     parser.add_argument("--every", type=int, default=2, metavar="K", help="steps behind a save, and without one (2)")
@@ -191,7 +198,7 @@ def main() -> None:
     """Command line."""
     given = parse()
     given.models = given.models or list(strategy_models.MODELS)
-    names = [given.method] if given.method else given.methods or NAMES
+    names = [given.method] if given.method else given.methods or (CANDIDATES if given.candidates else NAMES)
     try:
         for model in given.models:
             strategy_models.build(model, given.size, on_meta=True)  # imports what it needs, for all runs at once
@@ -203,7 +210,7 @@ def main() -> None:
     names = ["none", *(name for name in names if name != "none")]
     if given.method:
         given.rounds = 1
-    log = Runs(None if given.out is None else given.out / ROWS)
+    log = Runs(None if given.out is None else given.out / (f"{DEFAULT}.jsonl" if given.candidates else ROWS))
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))
         if given.store:
@@ -216,8 +223,11 @@ def main() -> None:
         run_all(given, names, log, place)
     rows = [row for row in log.of(setting(given)) if row["model"] in given.models and row["method"] in names]
     report = strategy_report.Report(rows, setting(given))
-    print(report.text())
-    if given.out is not None and not given.method:
+    text = f"{report.about()}\n\n{report.ranking()}\n" if given.candidates else report.text()
+    print(text)
+    if given.out is not None and given.candidates:
+        (given.out / f"{DEFAULT}.md").write_text(f"# The default strategy\n\n{text}")
+    elif given.out is not None and not given.method:
         report.write(given.out)
     sys.exit(1 if any("failed" in row for row in rows) else 0)
 

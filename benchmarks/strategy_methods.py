@@ -225,6 +225,9 @@ OUTSIDE: dict[str, type[Any]] = {
 OURS = [name for name in sorted(STRATEGIES) if name not in ("auto", "dash")]
 """All strategies, each once: `auto` is none of its own and has a benchmark of its own, bench_autopilot.py; `dash` is
 `acute` by another name."""
+CANDIDATES = ["acute", "asymmetric", "copy", "datastates", "deepfreeze", "overlap"]
+"""What the default is chosen among (decision 0048): what `auto` tries where nothing is configured, and `acute`, which
+always copies beside the training."""
 METHODS: dict[str, type[Any]] = {
     "none": Nothing,
     **{
@@ -235,6 +238,16 @@ METHODS: dict[str, type[Any]] = {
 }
 NAMES = ["none", *OURS, *OUTSIDE]
 """Rows of the table. `fsdp2` is asked for by name."""
+
+
+def leaves_modules_alone(name: str) -> bool:
+    """Whether a strategy hooks no module."""
+    module = torch.nn.Linear(1, 1)
+    strategy = STRATEGIES.get(name)()
+    strategy.attach([module], [torch.optim.SGD(module.parameters())])
+    hooks = [key for key, value in vars(module).items() if key.endswith("_hooks") and value]
+    strategy.close()
+    return not hooks
 
 
 def process_of(row: dict[str, Any]) -> tuple[int, str, str]:

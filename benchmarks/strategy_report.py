@@ -6,13 +6,16 @@ import json
 import math
 import platform
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from measures import percentile
-from strategy_methods import process_of
+from strategy_methods import CANDIDATES, leaves_modules_alone, process_of
+
+from shade.checkpoint._pacing.schedule import best_cycle, goodput
 
 OURS = "asymmetric"
 """The strategy that is asked about."""
@@ -22,6 +25,8 @@ SHOWN = 3.0
 """Times the middle cost, and no more, is what a panel of the picture shows."""
 SURE = 2.0
 """Standard errors of a difference, beyond which it is none of chance."""
+MTBF_SECONDS = 3600.0
+"""Mean time between failures, for the interval that is best and the run time that comes of it (decision 0048)."""
 _MEDIAN_ERROR = 1.2533 / 1.349
 """Of a median, by the quartiles' distance and the root of the number: as for normal errors."""
 
@@ -49,7 +54,24 @@ class Line:
     error: float
     failed: str = ""
 
+    def run_time(self, cost: float | None = None) -> float:
+        """Returns a run's time at the best interval, over that of a run without saves and failures.
 
+        Args:
+            cost: Seconds a snapshot, > 0; None: those measured.
+        """
+        seconds = max(self.cost if cost is None else cost, LEAST_SECONDS)
+        work = best_cycle(seconds, MTBF_SECONDS) - seconds
+        return 1 / goodput(work, seconds, MTBF_SECONDS, lag_seconds=(self.durable or 0.0) - seconds)
+
+    @property
+    def run_time_error(self) -> float:
+        """Standard error of `run_time`."""
+        return abs(self.run_time(self.cost + self.spread) - self.run_time(self.cost - self.spread)) / 2
+
+
+LEAST_SECONDS = 1e-3
+"""A cost below it is noise."""
 TITLE = (
     "# Our implementations of published checkpoint strategies, on our own buffer and format\n\n"
     "`excp`, `gemini`, `pccheck` and the other strategies are not their authors' code; "
@@ -72,6 +94,10 @@ class Report:
         self.models = list(dict.fromkeys(row["model"] for row in rows))
         self.commits = sorted({row["commit"] for row in rows})
         self.processors = sorted({row["processors"] for row in rows})
+        self.saves = Counter[tuple[str, str]]()
+        """Saves measured, by model and method."""
+        for row in rows:
+            self.saves[row["model"], row["method"]] += len(row.get("stalls", ()))
         self.lines = {model: _lines([row for row in rows if row["model"] == model]) for model in self.models}
         """By model, the least cost first; what failed last."""
         self.controls = {
@@ -110,6 +136,7 @@ class Report:
                 )
         if len(self.models) > 1:
             parts.append(f"## All models: a snapshot of each, added up\n\n{self._overall()}")
+            parts.append(f"## What the default is chosen among\n\n{self.ranking()}")
         if OURS in {line.method for lines in self.lines.values() for line in lines}:
             wins = self.wins()
             told = ", ".join(wins) or "none"
@@ -148,6 +175,36 @@ class Report:
                 found.append((sum(line.cost for line in lines), error, method, ", ".join(first)))
         rows = [f"| {method} | {cost:.2f} ± {error:.2f} s | {first} |" for cost, error, method, first in sorted(found)]
         return "\n".join(["| method | cost | first on |", "|---|---|---|", *rows])
+
+    def ranking(self) -> str:
+        """Markdown: what the default is chosen among, the shortest run time first (decision 0048)."""
+        found = []
+        for method in CANDIDATES:
+            lines = {m: line for m, each in self.lines.items() for line in each if line.method == method}
+            if len(lines) == len(self.models) and not any(line.failed for line in lines.values()):
+                figure = statistics.geometric_mean(line.run_time() for line in lines.values())
+                error = math.hypot(*(line.run_time_error for line in lines.values())) / len(lines)
+                found.append((figure, error, method, lines))
+        found.sort(key=lambda each: each[0])
+        eligible = [method for _, _, method, _ in found if leaves_modules_alone(method)]
+        rows = [
+            "| strategy | run time | saves | a snapshot of each | stall | may be default |",
+            "|---|---|---|---|---|---|",
+        ]
+        for figure, error, method, lines in found:
+            name = f"**{method}**" if method in eligible[:1] else method
+            total, doubt = sum(each.cost for each in lines.values()), math.hypot(*(e.spread for e in lines.values()))
+            stall = statistics.geometric_mean(each.stall_p50 for each in lines.values())
+            rows.append(
+                f"| {name} | {figure:.4f} ± {error:.4f} | {sum(self.saves[model, method] for model in self.models)} | "
+                f"{total:.2f} ± {doubt:.2f} s | {1000 * stall:.0f} ms | "
+                f"{'yes' if method in eligible else 'no: hooks modules'} |"
+            )
+        told = (
+            "Run time: with a failure an hour and a save at the best interval, over a run without saves and failures. "
+            "Run time and stall are geometric means over the models."
+        )
+        return "\n\n".join([told, "\n".join(rows)])
 
     def about(self) -> str:
         """Where the figures are from."""

@@ -1,11 +1,12 @@
 """What `bench_strategies` asks of its processes: one trains a model and saves it by one method after another, others
 restore what was saved.
 
-A method's turn has three parts. Warm-up, for each of its buffers: a step without a save (windows are profiled), and one
-behind a save that is not measured (the buffer is made). Measured: pairs of `every` steps behind a save and as many
-without one, now these first, now those: what else the machine does changes within seconds, and hits both alike. Of a
-method whose saves take long there are fewer. And where it is to be restored one more save, with a reference beside it
-that no method wrote: digests of all tensors, or the tensors themselves where not every bit comes back.
+A method's turn has three parts. Warm-up, for each of its buffers: two steps without a save (what is profiled begins
+with the end of the first), and one behind a save that is not measured (the buffer is made). Measured: pairs of `every`
+steps behind a save and as many without one, now these first, now those: what else the machine does changes within
+seconds, and hits both alike. Of a method whose saves take long there are fewer. And where it is to be restored one more
+save, with a reference beside it that no method wrote: digests of all tensors, or the tensors themselves where not every
+bit comes back.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Turns:
     def _measure(self, method: Any, is_saved: bool, reference: Path | None, number: int) -> dict[str, Any]:
         turn = Turn(self.training, method, is_saved)
         for _ in range(getattr(method, "num_buffers", 1)):
-            turn.steps(1, save=False)
+            turn.steps(2, save=False)
             turn.steps(1, save=True)
         turn.forget()
         pairs: list[tuple[float, float]] = []

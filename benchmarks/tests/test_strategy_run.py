@@ -188,6 +188,24 @@ def test_models_are_added_up_for_methods_that_restored_all_of_them(benchmarks: N
     assert "lossy" not in table
 
 
+def test_the_default_is_the_first_that_leaves_modules_alone(benchmarks: None) -> None:
+    from strategy_report import MTBF_SECONDS, Report
+
+    rows = []
+    for number in range(3):
+        for model in ("gpt2", "bert"):
+            rows += [
+                row(number, name, pairs=[(5.0 + seconds, 5.0)] * 2, durable=[seconds]) | {"model": model}
+                for name, seconds in (("none", 0.0), ("overlap", 0.4), ("asymmetric", 0.1), ("copy", 0.2))
+            ]
+        rows.append(row(number, "datastates", pairs=[(5.0, 5.0)]))  # cheapest, but not measured on all models
+    text = Report(rows, {"size": "tiny"}).ranking()
+    rows_shown = [line.split("|")[1:] for line in text.splitlines() if line.rstrip().endswith(("yes |", "modules |"))]
+    assert [cells[0].strip() for cells in rows_shown] == ["asymmetric", "**copy**", "overlap"]
+    first = 1 + (2 * 0.1 / MTBF_SECONDS) ** 0.5  # Young's, for a cost far below the time between failures
+    assert [cell.strip() for cell in rows_shown[0][1:4]] == [f"{first:.4f} ± 0.0000", "12", "0.20 ± 0.00 s"]
+
+
 def test_a_turn_is_compared_with_quiet_steps_of_the_turns_around(benchmarks: None) -> None:
     from strategy_report import Report
 

@@ -4,8 +4,10 @@ redis-py makes the connection: socket, TLS, login. The batch is our own: hiredis
 between. An error reply is a value in its place, so the batch is read to its end. `Link.advance` takes replies as they
 arrive, so one thread can listen to many servers. The socket's timeout is a *progress* timeout: it bounds each wait for
 the next bytes and not a whole transfer, so a large batch over a slow network does not fail, while a stalled server is
-detected after ``timeout_seconds``. There are no retries: a connection that broke is closed, and the next batch opens
-another. Decisions 0002 and 0025 have the price of the libraries.
+detected after ``timeout_seconds``. The kernel keeps it (SO_SNDTIMEO and SO_RCVTIMEO, socket(7)), except with TLS:
+Python's own timeout returns to the interpreter twice for each 200 KB that fit into a socket, and each return waits
+while another thread computes in it. There are no retries: a connection that broke is closed, and the next batch opens
+another. Decisions 0002 and 0025 have the price of the libraries and of the timeout.
 
 A failure closes the connection first and raises an exception with the address: half a reply left in it would answer the
 next caller's question. Invariant: an open link has no reply outstanding between two batches.
@@ -21,6 +23,7 @@ import importlib
 import select
 import socket
 import ssl
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -43,7 +46,7 @@ _READ_BYTES: Final = 1 << 18
 _SEND_ALONE_BYTES: Final = 6000
 """Pieces below this are joined before they are sent; above, they are sent as they are. redis-py's own figure."""
 _SEND_SLICE_BYTES: Final = 1 << 18
-"""`socket.sendall` applies its timeout to the whole buffer; slices make it a progress timeout again."""
+"""With TLS. `socket.sendall` applies its timeout to the whole buffer; slices make it a progress timeout again."""
 _MOST_SHORT_WORDS: Final = 2
 """A verb and a key: hiredis packs these in a quarter of redis-py's time, but would copy a large value."""
 
@@ -263,6 +266,14 @@ def socket_path(folder: str, host: str, port: int) -> str:
     return f"{folder}/{format_address(host, port)}.sock"
 
 
+def _bound_waits(plain: socket.socket, timeout_seconds: float) -> None:
+    """Has the kernel bound each wait of a socket, so that a call returns when all its bytes are sent."""
+    seconds, microseconds = divmod(max(1, round(timeout_seconds * 1e6)), 1_000_000)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        plain.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, microseconds))
+    plain.settimeout(None)
+
+
 class Link:
     """An open connection, logged in.
 
@@ -289,6 +300,9 @@ class Link:
                 endpoint.check_tls(timeout_seconds)
             raise self._failure(error, "connect") from error
         self._socket: socket.socket = self._connection._sock
+        self._is_plain = not isinstance(self._socket, ssl.SSLSocket)
+        if self._is_plain:
+            _bound_waits(self._socket, timeout_seconds)
         self._reader = _hiredis.Reader(protocolError=ValueError, replyError=ServerError, notEnoughData=_UNFINISHED)
         self._buffer = bytearray(_READ_BYTES)
         self._poller = select.poll()
@@ -315,16 +329,21 @@ class Link:
     def send(self, commands: Sequence[Command]) -> None:
         """Writes a batch of commands, whose replies must then be received; raises StoreUnavailableError, and closes the
         link, if it cannot."""
-        connection = self._connection
         self._commands, self.replies = commands, []
         if all(len(command) <= _MOST_SHORT_WORDS for command in commands):
             pieces: Any = (b"".join(map(_hiredis.pack_command, commands)),)
         else:
-            pieces = _slices(connection.pack_commands(commands))
+            packed = self._connection.pack_commands(commands)
+            pieces = packed if self._is_plain else _slices(packed)
         try:
-            connection.send_packed_command(pieces, check_health=False)
-        except (RedisError, OSError) as error:
+            for piece in pieces:
+                self._socket.sendall(piece)
+        except OSError as error:
+            self.close()
             raise self._failure(error, "send to") from error
+        except BaseException:  # half a command would answer for the next one
+            self.close()
+            raise
 
     def receive(self) -> list[Reply]:
         """Reads all replies to the commands sent, or raises as `advance` does."""
@@ -417,6 +436,6 @@ class Link:
 
     def _failure(self, error: Exception, verb: str) -> StoreUnavailableError:
         failed = f"could not {verb} {self._endpoint}"
-        if isinstance(error, (RedisTimeoutError, TimeoutError)):
+        if isinstance(error, (RedisTimeoutError, TimeoutError, BlockingIOError)):  # the last is the kernel's
             return StoreTimeoutError(f"{failed}: no progress within {self._timeout_seconds} s")
         return StoreUnavailableError(f"{failed}: {error}")

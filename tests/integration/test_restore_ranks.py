@@ -1,4 +1,4 @@
-"""A snapshot that does not fit on one rank changes nothing on any, and every rank says so."""
+"""A restore on several ranks: what does not fit on one changes nothing on any, and far bytes are read once for all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shade.checkpoint import Checkpointer
 from shade.errors import ConfigError, StateMismatchError
+from shade.storage.directory import DirectoryVolume
 from tests.differential.checkpoint_checks import difference
 from tests.differential.checkpoint_processes import Say, in_processes
 from tests.support.states import assert_same
@@ -121,3 +122,43 @@ def test_a_name_that_one_rank_has_not_attached_is_named_on_both(tmp_path: Path) 
             say(str(refused.value))
 
     assert all("names of what is attached" in each for each in in_processes(2, restore, tmp_path / "meeting"))
+
+
+WIDTH = 1030
+"""A layer of so many squared float32 is a little longer than a chunk."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bytes_in_storage_are_read_once_for_all_ranks(num_ranks: int, tmp_path: Path) -> None:
+    def made(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def restore(rank: int, say: Say) -> None:
+        saved = made(0)
+        with opened(tmp_path) as checkpointer:
+            checkpointer.attach(**saved)
+            checkpointer.save()
+            checkpointer.wait_durable()
+        read: list[int] = []
+        read_into = DirectoryVolume.read_into
+
+        def reading(volume: DirectoryVolume, name: str, start: int, buffer: memoryview) -> None:
+            read.append(len(buffer))
+            read_into(volume, name, start, buffer)
+
+        with pytest.MonkeyPatch.context() as patch, opened(tmp_path) as checkpointer:
+            patch.setattr(DirectoryVolume, "read_into", reading)
+            other = made(1)
+            checkpointer.attach(**other)
+            restored = checkpointer.restore_latest()
+            assert restored.tiers == ("storage",)
+            assert not difference(other["model"].state_dict(), saved["model"].state_dict())
+            say((sum(read), restored.num_bytes))
+
+    said = in_processes(num_ranks, restore, tmp_path / "meeting")
+    num_bytes = said[0][1]
+    assert num_bytes >= 3 * WIDTH**2 * 4
+    assert sum(each for each, _ in said) == num_bytes
+    assert max(each for each, _ in said) < num_bytes, "the ranks share the reading"

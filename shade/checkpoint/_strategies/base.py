@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -20,7 +20,7 @@ import torch
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._codecs.base import CODECS, is_delta
 from shade.checkpoint._pacing.schedule import Pace
-from shade.errors import ConfigError
+from shade.errors import ConfigError, TornSnapshotError
 from shade.registry import Registry
 
 DurabilityLevel = Literal["begun", "copied", "committed", "durable"]
@@ -155,6 +155,17 @@ class Strategy(ABC):
 
     def close(self) -> None:  # noqa: B027 - some have no threads
         """Removes hooks, ends threads and releases `before_chunk`. Safe to call twice."""
+
+
+def copy_at_once(copying: Copying, helper: Executor) -> Future[None]:
+    """Copies and checks a whole snapshot on this thread and a helper's; the future is resolved, or has failed."""
+    done: Future[None] = Future()
+    try:
+        copying.finish(helper)
+        done.set_result(None)
+    except TornSnapshotError as error:
+        done.set_exception(error)
+    return done
 
 
 STRATEGIES: Registry[Strategy] = Registry("checkpoint strategy")

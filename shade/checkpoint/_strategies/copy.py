@@ -11,8 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing_extensions import override
 
 from shade.checkpoint._buffer.tensor_copy import Copying
-from shade.checkpoint._strategies.base import STRATEGIES, Strategy, StrategyConfig
-from shade.errors import TornSnapshotError
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, StrategyConfig, copy_at_once
 
 
 @STRATEGIES.register("copy")
@@ -27,12 +26,7 @@ class Copy(Strategy):
 
     @override
     def begin(self, copying: Copying) -> Future[None]:
-        self._done = Future()
-        try:
-            copying.finish(self._helper)
-            self._done.set_result(None)
-        except TornSnapshotError as error:
-            self._done.set_exception(error)
+        self._done = copy_at_once(copying, self._helper)
         return self._done
 
     @override

@@ -29,8 +29,8 @@ import torch
 from typing_extensions import override
 
 from shade.checkpoint._strategies.base import STRATEGIES, StrategyConfig
-from shade.checkpoint._strategies.overlap import Overlap
-from shade.checkpoint._strategies.windows import PROFILED_STEPS, first_tensor
+from shade.checkpoint._strategies.overlap import PROFILED_STEPS, ThreadedCopy
+from shade.checkpoint._strategies.windows import ModuleHook, first_tensor
 
 _PATIENT_STEPS: Final = 2.0
 _MEASURED: Final = 32
@@ -61,8 +61,8 @@ class Gaps:
     def attach(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Adds hooks: a forward pass and an optimizer's step begin a gap, the gradient of a module's output ends it."""
         for module in modules:
-            self._hooks.append(module.register_forward_pre_hook(lambda *_: self._begin()))
-            self._hooks.append(module.register_forward_hook(lambda *last: self._watch(last[-1])))
+            self._hooks.append(module.register_forward_pre_hook(ModuleHook(lambda *_: self._begin())))
+            self._hooks.append(module.register_forward_hook(ModuleHook(lambda *last: self._watch(last[-1]))))
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._begin()))
 
@@ -134,7 +134,7 @@ class Gaps:
 
 
 @STRATEGIES.register("gemini")
-class Gemini(Overlap):
+class Gemini(ThreadedCopy):
     """A strategy that copies in a thread and sends in gaps."""
 
     config = StrategyConfig(every="profiled", replicas=1, buffers=2)

@@ -2,25 +2,48 @@
 
 Parameters and optimizer state change in the optimizer's step only, so a thread can copy them between two steps. All
 else (batch-norm statistics, generators, a sampler's cursor) may change at any time, is small, and is copied at once.
-The price is interference: the thread shares cores and memory bandwidth with the training. The idea is
-DataStates-LLM's (Maurya et al., HPDC 2024) and ACUTE's; there the user had to wait, or the wait did not work.
+The idea is DataStates-LLM's (Maurya et al., HPDC 2024) and ACUTE's; there the user had to wait, or the wait did not
+work. `ThreadedCopy` does that, and published methods derive from it.
+
+The price is interference. Where the training keeps every core busy, the thread takes time from operations of several
+threads, which end with their slowest, and the copy costs more than it would have alone. So `overlap`, the default,
+counts idle cores between an optimizer's steps (`CoresLeft`). If there are none, and the state lies on the host, it
+copies at once, as `copy` does; on a device a copy takes no core. The first save, before anything is counted, is copied
+in the background. It hooks optimizers and no module, so the modules stay as they were (decision 0048).
+
+`CoresLeft` reads each core's idle time from ``/proc/stat`` (proc(5)). PyTorch threads that wait for each other spin and
+count as busy. That is right: a thread that takes their core would keep the others waiting.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
-from concurrent.futures import Future
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
 
+import torch
 from typing_extensions import override
 
 from shade.checkpoint._buffer.tensor_copy import Copying
-from shade.checkpoint._strategies.base import STRATEGIES, Strategy
+from shade.checkpoint._strategies.base import STRATEGIES, Strategy, copy_at_once
 from shade.errors import TornSnapshotError
 
+PROFILED_STEPS: Final = 10
+"""Steps that are remembered, as in AsymCheck's warm-up: fewer are noise, more are the past."""
+_STAT: Final = Path("/proc/stat")
+_IDLE_COLUMNS: Final = slice(4, 6)
+"""The columns of idle time and of waiting for a disk."""
+_PAUSE_SECONDS: Final = 1.0
+"""Least time between measurements: reading takes a millisecond with many cores, and a step may take ten."""
 
-@STRATEGIES.register("overlap")
-class Overlap(Strategy):
+
+class ThreadedCopy(Strategy):
     """A strategy with one copying thread."""
 
     def __init__(self) -> None:
@@ -72,3 +95,81 @@ class Overlap(Strategy):
             self._work.put(None)
             self._thread.join()
             self._thread = None
+
+
+@STRATEGIES.register("overlap")
+class Overlap(ThreadedCopy):
+    """A strategy that copies in a thread, or at once where the training leaves no core idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="shade-copy")
+        self._cores = CoresLeft(PROFILED_STEPS)
+        self._hooks: list[Any] = []
+
+    @override
+    def attach(self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._cores.end()))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._cores.begin()))
+
+    @override
+    def begin(self, copying: Copying) -> Future[None]:
+        self._cores.drop()  # a training that waits for room, or for this copy, leaves its cores idle
+        if self._cores.number() == 0 and not copying.is_of_devices:
+            self._running = copy_at_once(copying, self._helper)
+            return self._running
+        return super().begin(copying)
+
+    @override
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._helper.shutdown()
+        super().close()
+
+
+class CoresLeft:
+    """A count of idle cores, among those of this process, between `begin` and `end`.
+
+    Args:
+        num_remembered: Measurements in the average.
+    """
+
+    def __init__(self, num_remembered: int) -> None:
+        self._measured: deque[tuple[float, float]] = deque(maxlen=num_remembered)
+        self._begun: tuple[float, float] | None = None
+        self._next = 0.0
+
+    def begin(self) -> None:
+        """Begins a measurement, unless the last one is too recent."""
+        self._begun = _idle_seconds() if time.perf_counter() >= self._next else None
+
+    def drop(self) -> None:
+        """Discards the measurement that has begun."""
+        self._begun = None
+
+    def end(self) -> None:
+        """Ends the measurement, if one has begun."""
+        begun, self._begun = self._begun, None
+        ended = None if begun is None else _idle_seconds()
+        if begun is not None and ended is not None:
+            self._measured.append((ended[0] - begun[0], ended[1] - begun[1]))
+            self._next = ended[1] + _PAUSE_SECONDS
+
+    def number(self) -> int | None:
+        """Returns the mean number of idle cores, rounded; None without a measurement or without ``/proc/stat``."""
+        seconds = sum(length for _, length in self._measured)
+        return round(sum(idle for idle, _ in self._measured) / seconds) if seconds > 0 else None
+
+
+def _idle_seconds() -> tuple[float, float] | None:
+    """Returns the idle seconds of this process's cores together, and the time; None without Linux."""
+    try:
+        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
+    except (OSError, AttributeError):  # not Linux
+        return None
+    ticks = sum(int(ticks) for line in lines if line[0] in ours for ticks in line[_IDLE_COLUMNS])
+    return ticks / os.sysconf("SC_CLK_TCK"), time.perf_counter()

@@ -1,4 +1,4 @@
-"""The published systems that differ from `copy` and `overlap` in little more than their configs: one class a paper.
+"""The published systems that differ from `copy` and `ThreadedCopy` in little more than their configs: a class a paper.
 
 Systems that copy or send in their own way have a module: `asymmetric`, `deepfreeze`, `gemini`. Decision 0027 compares
 all of them.
@@ -11,7 +11,7 @@ from typing_extensions import override
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._strategies.base import STRATEGIES, StrategyConfig
 from shade.checkpoint._strategies.copy import Copy
-from shade.checkpoint._strategies.overlap import Overlap
+from shade.checkpoint._strategies.overlap import ThreadedCopy
 
 
 @STRATEGIES.register("sync")
@@ -35,11 +35,11 @@ class MultiLevelBaseline(Copy):
 
 @STRATEGIES.register("dash")
 @STRATEGIES.register("acute")
-class Acute(Overlap):
+class Acute(ThreadedCopy):
     """ACUTE, and DASH, which is the same under another name, IEEE Access 12, 2024.
 
     One thread copies the state while training computes the next gradients, one sends it, and one on the remote node
-    flushes it from a circular buffer with a dirty bit a slot. Here `overlap` copies, the async writer sends, and the
+    flushes it from a circular buffer with a dirty bit a slot. Here a thread copies, the async writer sends, and the
     flusher is a process on the memory node; two slots are the fewest that keep a whole snapshot there. Where we differ:
     the wait for the copy works (the published barrier reads a flag that is never cleared), dirty bits are cleared after
     the write to the disk, every rank sends its share without serialising it, and a restore exists.
@@ -50,8 +50,8 @@ class Acute(Overlap):
 
 
 @STRATEGIES.register("datastates")
-class DataStates(Overlap):
-    """DataStates-LLM: Maurya et al., HPDC 2024. Copied chunks are written while `overlap` copies the others.
+class DataStates(ThreadedCopy):
+    """DataStates-LLM: Maurya et al., HPDC 2024. Copied chunks are written while a thread copies the others.
 
     Where we differ: the buffer is as long as the state, in pinned shared memory, where the paper's is a ring of a few
     gigabytes that blocks when it is full; so it is the nearest tier as well, and a torn copy is detected. The file has
@@ -63,7 +63,7 @@ class DataStates(Overlap):
 
 
 @STRATEGIES.register("excp")
-class ExCP(Overlap):
+class ExCP(ThreadedCopy):
     """ExCP: Li et al., ICML 2024. The codec prunes each snapshot's changes with Adam's moments to sixteen values.
 
     Not exact. Where we differ: a thread compresses while training continues, every snapshot reports its measured loss,
@@ -74,7 +74,7 @@ class ExCP(Overlap):
 
 
 @STRATEGIES.register("fastpersist")
-class FastPersist(Overlap):
+class FastPersist(ThreadedCopy):
     """FastPersist: Wang et al. (DeepSpeed), 2024. All data-parallel ranks write their shares past the page cache.
 
     A save begins after step i, and step i + 1 may not change the state before the save is durable, so one step at most
@@ -88,7 +88,7 @@ class FastPersist(Overlap):
 
 
 @STRATEGIES.register("pccheck")
-class PCcheck(Overlap):
+class PCcheck(ThreadedCopy):
     """PCcheck: Strati et al., ASPLOS 2025. N saves in flight (`in_flight`) may each take N intervals.
 
     That bounds the interval, f ≥ T / (N·q·t) (`_pacing.schedule`), where storage is slower than the interval. Own
@@ -101,7 +101,7 @@ class PCcheck(Overlap):
 
 
 @STRATEGIES.register("checkfreq")
-class CheckFreq(Overlap):
+class CheckFreq(ThreadedCopy):
     """CheckFreq: Mohan et al., FAST 2021. Copies into the device's spare memory first, then to the host in a thread.
 
     With spare memory the device's copy takes milliseconds, and the next update waits for nothing more; else it waits

@@ -1,4 +1,4 @@
-"""Measures the windows of a training step, divides a snapshot among them, and counts idle cores.
+"""Measures the windows of a training step, and divides a snapshot among them.
 
 A window begins where a module's forward pass begins, and where the gradient of its output arrives, which is where its
 backward pass begins. So a step is a sequence of marks, the same in every step of a regular model. Windows are measured
@@ -8,38 +8,52 @@ submitted, not when it is done.
 
 Modules without children get the hooks, since they do nearly all the work; compiled modules get none. Backward marks
 hang on the outputs' gradients: `register_full_backward_pre_hook` would forbid in-place operations on them, such as an
-in-place ReLU. Price: two calls a module and step, some microseconds each; a hooked module can be copied, but not
-pickled whole.
+in-place ReLU. Price: two calls a module and step, some microseconds each. A copy of a hooked module, pickled or not,
+has hooks that do nothing (`ModuleHook`). PyTorch's fused attention for evaluation leaves hooked modules alone, and
+TorchScript refuses them, so what hooks modules is no default (decision 0048).
 
 `partition` divides a state of R bytes (AsymCheck, DAC 2026): t_i seconds get r_i = R · t_i / (ΣT_f + ΣT_b) bytes. Equal
 partitions would stall in the short windows of the forward pass. The published code corrects the rounding of each pass
 by itself, so its partitions hold the state twice; here the cumulative shares are rounded once. Invariant: the
 partitions add up to R.
-
-`CoresLeft` reads each core's idle time from ``/proc/stat`` (proc(5)). PyTorch threads that wait for each other spin and
-count as busy. That is right: a thread that takes their core would keep the others waiting.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
+from typing_extensions import override
 
-PROFILED_STEPS: Final = 10
-"""Steps in a median, as in AsymCheck's warm-up: fewer are noise, more are the past."""
-_STAT: Final = Path("/proc/stat")
-_IDLE_COLUMNS: Final = slice(4, 6)
-"""The columns of idle time and of waiting for a disk."""
-_PAUSE_SECONDS: Final = 1.0
-"""Least time between measurements: reading takes a millisecond with many cores, and a step may take ten."""
+from shade.checkpoint._strategies.overlap import PROFILED_STEPS, CoresLeft
+
+
+class ModuleHook:
+    """A forward hook that stays with its module: a copy of the module, pickled or not, gets one that does nothing.
+
+    The hook of a copy is a method of the standard library, so a pickled module can be loaded where shade is not
+    installed.
+
+    Args:
+        action: Takes what PyTorch passes to the hook.
+    """
+
+    def __init__(self, action: Callable[..., None]) -> None:
+        self._action = action
+
+    def __call__(self, *passed: Any) -> None:
+        """Calls the action."""
+        self._action(*passed)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments and returns None
 
 
 class Windows:
@@ -68,8 +82,8 @@ class Windows:
             for inner in module.modules():
                 if not any(True for _ in inner.children()) and id(inner) not in self._hooked:
                     self._hooked.add(id(inner))
-                    self._hooks.append(inner.register_forward_pre_hook(lambda *_: self._forward()))
-                    self._hooks.append(inner.register_forward_hook(lambda *last: self._watch(last[-1])))
+                    self._hooks.append(inner.register_forward_pre_hook(ModuleHook(lambda *_: self._forward())))
+                    self._hooks.append(inner.register_forward_hook(ModuleHook(lambda *last: self._watch(last[-1]))))
             self._is_on_device |= any(parameter.is_cuda for parameter in module.parameters())
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.end()))
@@ -113,8 +127,6 @@ class Windows:
         self._hooks.clear()
 
     # ── hooks ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    # The hooks are lambdas: `copy.deepcopy` of a module copies its hooks, and with a bound method this object too.
 
     def _forward(self) -> None:
         if torch.compiler.is_compiling():  # a hook would cut the compiled graph in two
@@ -191,44 +203,3 @@ def partition(num_bytes: int, window_seconds: Sequence[float]) -> list[int]:
     ends = [round(num_bytes * min(1.0, seconds / (total or len(window_seconds)))) for seconds in reached]
     ends[-1] = num_bytes
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-class CoresLeft:
-    """A count of idle cores, among those of this process, between `begin` and `end`.
-
-    Args:
-        num_remembered: Measurements in the average.
-    """
-
-    def __init__(self, num_remembered: int) -> None:
-        self._measured: deque[tuple[float, float]] = deque(maxlen=num_remembered)
-        self._begun: tuple[float, float] | None = None
-        self._next = 0.0
-
-    def begin(self) -> None:
-        """Begins a measurement, unless the last one is too recent."""
-        self._begun = _idle_seconds() if time.perf_counter() >= self._next else None
-
-    def end(self) -> None:
-        """Ends the measurement, if one has begun."""
-        begun, self._begun = self._begun, None
-        ended = None if begun is None else _idle_seconds()
-        if begun is not None and ended is not None:
-            self._measured.append((ended[0] - begun[0], ended[1] - begun[1]))
-            self._next = ended[1] + _PAUSE_SECONDS
-
-    def number(self) -> int | None:
-        """Returns the mean number of idle cores, rounded; None without a measurement or without ``/proc/stat``."""
-        seconds = sum(length for _, length in self._measured)
-        return round(sum(idle for idle, _ in self._measured) / seconds) if seconds > 0 else None
-
-
-def _idle_seconds() -> tuple[float, float] | None:
-    """Returns the idle seconds of this process's cores together, and the time; None without Linux."""
-    try:
-        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-        lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
-    except (OSError, AttributeError):  # not Linux
-        return None
-    ticks = sum(int(ticks) for line in lines if line[0] in ours for ticks in line[_IDLE_COLUMNS])
-    return ticks / os.sysconf("SC_CLK_TCK"), time.perf_counter()

@@ -12,7 +12,7 @@ import torch
 
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._strategies.asymmetric import Asymmetric
-from shade.checkpoint._strategies.windows import PROFILED_STEPS
+from shade.checkpoint._strategies.overlap import PROFILED_STEPS
 
 transformers: Any = pytest.importorskip("transformers", reason="pip install 'torch-shade[bench]'")
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint._strategies import windows
-from shade.checkpoint._strategies.windows import PROFILED_STEPS, Windows
+from shade.checkpoint._strategies import overlap
+from shade.checkpoint._strategies.overlap import PROFILED_STEPS
+from shade.checkpoint._strategies.windows import Windows
 
 
 class Sleep(torch.autograd.Function):
@@ -141,7 +142,7 @@ def test_closing_removes_every_hook(training: Training) -> None:
 
 def test_idle_time_before_the_pass_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     idle, now = 0.0, 0.0
-    monkeypatch.setattr(windows, "_idle_seconds", lambda: (idle, now))
+    monkeypatch.setattr(overlap, "_idle_seconds", lambda: (idle, now))
 
     class Busy(Slow):
         def forward(self, images: torch.Tensor) -> torch.Tensor:

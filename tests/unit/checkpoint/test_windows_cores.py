@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint._strategies import windows
-from shade.checkpoint._strategies.windows import CoresLeft
+from shade.checkpoint._strategies import overlap
+from shade.checkpoint._strategies.overlap import CoresLeft
 
 HERTZ = os.sysconf("SC_CLK_TCK")
 
@@ -20,7 +20,7 @@ class System:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.now, self.idle = path, 100.0, [0.0] * 4
-        monkeypatch.setattr(windows, "_STAT", path)
+        monkeypatch.setattr(overlap, "_STAT", path)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2})
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         self.passes(0, [0.0] * 4)
@@ -62,13 +62,13 @@ def test_old_measurements_are_forgotten(system: System) -> None:
 
 def test_short_passes_are_not_all_measured(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     left, asked = CoresLeft(10), list[float]()
-    read = windows._idle_seconds
+    read = overlap._idle_seconds
 
     def now() -> tuple[float, float] | None:
         asked.append(system.now)
         return read()
 
-    monkeypatch.setattr(windows, "_idle_seconds", now)
+    monkeypatch.setattr(overlap, "_idle_seconds", now)
     for _ in range(300):
         left.begin()
         system.passes(0.01, [0.0, 1.0, 0.0, 0.0])
@@ -79,6 +79,15 @@ def test_short_passes_are_not_all_measured(system: System, monkeypatch: pytest.M
 
 def test_an_end_without_a_begin_measures_nothing(system: System) -> None:
     left = CoresLeft(10)
+    left.end()
+    assert left.number() is None
+
+
+def test_a_dropped_measurement_does_not_count(system: System) -> None:
+    left = CoresLeft(10)
+    left.begin()
+    system.passes(2, [1.0] * 4)
+    left.drop()
     left.end()
     assert left.number() is None
 
@@ -97,7 +106,7 @@ def _work(seconds: float) -> None:
         pass
 
 
-@pytest.mark.skipif(not windows._STAT.exists(), reason="the system has no such clock")
+@pytest.mark.skipif(not overlap._STAT.exists(), reason="the system has no such clock")
 @pytest.mark.multiprocess
 def test_busy_cores_are_not_idle() -> None:
     context = multiprocessing.get_context("fork")

@@ -223,6 +223,41 @@ def test_a_slow_network_is_no_stalled_server(tmp_path: Path) -> None:
     assert taken_seconds > 0.2
 
 
+@pytest.fixture
+def deaf(tmp_path: Path) -> Iterator[str]:
+    """The address of a server that greets, and reads nothing after that."""
+
+    def greet(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client:
+            while b"CLIENT" in (part := client.recv(1 << 16)):
+                client.sendall(HELLO * part.count(b"CLIENT"))
+            over.wait(30)
+
+    over = threading.Event()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        greeter = threading.Thread(target=greet, args=(listener,))
+        greeter.start()
+        yield f"unix://{tmp_path}/s"
+        over.set()
+        greeter.join(10)
+
+
+def test_a_server_that_reads_nothing_is_noticed_while_a_value_is_sent(deaf: str) -> None:
+    with open_store(deaf, timeout_seconds=0.2) as store, pytest.raises(StoreTimeoutError, match="could not send to"):
+        store.set_many({"shade:a": b"v" * 4_000_000})
+
+
+def test_an_interrupt_while_a_value_is_sent_closes_the_connection(deaf: str, interrupts: threading.Thread) -> None:
+    with open_store(deaf, timeout_seconds=30) as store:
+        interrupts.start()
+        with pytest.raises(KeyboardInterrupt):
+            store.set_many({"shade:a": b"v" * 4_000_000})
+        assert store._node._idle == []  # type: ignore[attr-defined]
+
+
 def _pieces(*commands: Command) -> list[Bytes]:
     return list(Endpoint(path="/none").connection(1.0).pack_commands(commands))
 

@@ -95,9 +95,17 @@ def disk_url(text: str) -> StoreURL:
     folder, question, options = text.partition("?")
     url = StoreURL.parse(text if "://" in text else f"disk://{quote(os.path.abspath(folder))}{question}{options}")
     if url.scheme != "disk" or url.capacity_bytes is None:
-        cure = "write disk='/nvme/shade?capacity=500GiB'"
+        cure = "write /nvme/shade?capacity=500GiB"
         raise ConfigError.of("a folder of a local disk, and the bytes that may lie there", text, cure)
     return url
+
+
+def check_local(folder: str) -> None:
+    """Raises ConfigError if a folder is on a network mount."""
+    kind = file_system_of(folder)
+    if kind.partition(".")[0] in _NETWORK and kind not in _LOCAL_FUSE:
+        got, cure = f"{folder} on {kind}", "name a folder of a disk in this machine, such as /nvme/shade"
+        raise ConfigError.of("a local disk, whose files no other machine changes", got, cure)
 
 
 def _digest(key: str, value: Bytes) -> int:
@@ -239,10 +247,7 @@ class DiskStore(Store):
             return files
 
     def _open(self) -> _Files:
-        kind = file_system_of(self._folder)
-        if kind.partition(".")[0] in _NETWORK and kind not in _LOCAL_FUSE:
-            got, cure = f"{self._folder} on {kind}", "name a folder of a disk in this machine, such as /nvme/shade"
-            raise ConfigError.of("a local disk, whose files no other machine changes", got, cure)
+        check_local(self._folder)
         for _ in range(3):
             try:
                 return _Files(self._folder)

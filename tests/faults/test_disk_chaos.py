@@ -45,6 +45,14 @@ def broken(number: int) -> Callable[..., int]:
     return fail
 
 
+def slowed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return call(*arguments)
+
+    return run
+
+
 def write_as_neighbour(url: str, seed: int, format_version: int) -> None:
     """Another process on the same folder, with entries of its own; runs until it is killed."""
     with mock.patch.object(disk_module, "FORMAT", format_version), open_store(url) as store:
@@ -104,7 +112,7 @@ class Chaos:
     def _patch(self, step: int, *patches: Any) -> None:
         for patch in patches:
             self._patches.enter_context(patch)
-        self._until = step + self._rng.randrange(2, 7)
+        self._until = min(step + self._rng.randrange(2, 7), STEPS)  # the training restores patches of its own after that
 
     def _files(self, suffix: str) -> list[Path]:
         return sorted(self.folder.glob(f"1-*.{suffix}"))
@@ -120,19 +128,11 @@ class Chaos:
 
     def do_slow(self, step: int) -> None:
         """Each read and write takes up to 30 ms; the circuit breaker may give the disk up for it."""
-        pread, pwrite, seconds = os.pread, os.pwrite, self._rng.choice([0.002, 0.03])
-
-        def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*arguments: Any) -> Any:
-                time.sleep(seconds)
-                return call(*arguments)
-
-            return run
-
-        self._patch(
+        seconds = self._rng.choice([0.002, 0.03])
+                self._patch(
             step,
-            mock.patch.object(os, "pread", slowly(pread)),
-            mock.patch.object(os, "pwrite", slowly(pwrite)),
+            mock.patch.object(os, "pread", slowed(os.pread, seconds)),
+            mock.patch.object(os, "pwrite", slowed(os.pwrite, seconds)),
             mock.patch.object(breaker, "SLOW_SECONDS", 0.05),
         )
 
@@ -295,7 +295,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[
 def test_a_broken_disk_is_named_and_left_alone(
     root: str,
     tmp_path: Path,
-    undisturbed: list[int],
+    undisturbed: list[Outcome],
     memory: str | None,
     call: str,
     number: int,
@@ -310,11 +310,34 @@ def test_a_broken_disk_is_named_and_left_alone(
                 stack.enter_context(mock.patch.object(os, call, broken(number)))
 
         outcome = train(job, hook=hook)
-    assert outcome.pixels == undisturbed
+    assert outcome.pixels == undisturbed[0].pixels
     told = [line for line in warnings_of() if "is out of use" in line]
     assert len(told) == 1
     assert told[0].startswith(f"the disk tier disk://{tmp_path}/tier")
     assert os.strerror(number) in told[0]
     errors = "disk_errors" if memory else "store_errors"
     assert outcome.totals[errors] > 0
+    assert outcome.totals["misses"] > NUM_SAMPLES
+
+
+@pytest.mark.parametrize("memory", ["memory://", None])
+def test_a_slow_disk_is_named_and_left_alone(
+    root: str, tmp_path: Path, undisturbed: list[Outcome], memory: str | None, warnings_of: Callable[[], list[str]]
+) -> None:
+    job = Job(root, memory, mode="uniform", epochs=EPOCHS, disk=f"{tmp_path}/tier?capacity=2MB")
+    with contextlib.ExitStack() as stack:
+
+        def hook(done: int) -> None:
+            if done == 12:
+                stack.enter_context(mock.patch.object(os, "pread", slowed(os.pread, 0.05)))
+                stack.enter_context(mock.patch.object(breaker, "SLOW_SECONDS", 0.1))
+            elif done == STEPS:
+                stack.close()
+
+        outcome = train(job, hook=hook)
+    assert (outcome.steps, outcome.pixels) == (undisturbed[0].steps, undisturbed[0].pixels)
+    told = [line for line in warnings_of() if "is out of use" in line]
+    assert len(told) == 1
+    assert told[0].startswith(f"the disk tier disk://{tmp_path}/tier")
+    assert "slower than the origin" in told[0]
     assert outcome.totals["misses"] > NUM_SAMPLES

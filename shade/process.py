@@ -12,8 +12,8 @@ the same file; it begins with a dot and ends in ``.new``. Only a process that is
 renamed file may be empty, unless its content was synced before. A sync takes milliseconds, so only files that something
 relies on later are synced. A file's lock is the kernel's: it ends with the process that holds it.
 
-**Folders that processes share** lie in memory. The last process that leaves one removes it. What killed processes leave has
-no lock, and the next process that needs such a folder removes it.
+**Folders that processes share** lie in memory. The last process that leaves one removes it. What killed processes leave
+has no lock, and the next process that needs such a folder removes it.
 """
 
 from __future__ import annotations

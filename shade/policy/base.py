@@ -46,7 +46,7 @@ class EpochPlan:
     """(N,) what a faster cache will hold as the epoch ends, so that the next epoch does not need it here; None where
     there is no such cache, or it does not know."""
     has_tier_below: bool = False
-    """Whether a slower and larger cache below this one plans the same epoch next: what arrives here frees room there."""
+    """Whether a slower cache below this one plans the same epoch next, so that what arrives here frees room there."""
 
     @property
     def rest_K(self) -> Order:

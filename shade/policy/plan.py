@@ -25,12 +25,12 @@ over from after(i)::
    least 64 accesses unless that is more than a quarter. If e+1 uses everything, no sample
    leaves, and this rule does not apply.
 
-Two caches, one below the other, are planned one after the other. Below the faster one, what that one will hold as e ends
-(``held_above_N``) is a copy: no use of e+1 needs it here. Copies get what room is left after all others, so the two caches
-hold different samples where room is short. In the faster one (``has_tier_below``) samples arrive as early as they can. Each
-arrival is one that the lower cache then need not take, or room that it frees there, so the later ones are left to the
-lower one: it must fill its own departures, and the last of them too. Together they read from the origin what one cache of
-both sizes reads, but for a few samples (decision 0039).
+Two caches, one below the other, are planned one after the other. Below the faster one, what that one will hold as e
+ends (``held_above_N``) is a copy: no use of e+1 needs it here. Copies get what room is left after all others, so the two
+caches hold different samples where room is short. In the faster one (``has_tier_below``) samples arrive as early as they
+can. Each of them is one that the lower cache need not take, or room that it frees there. So the later candidates are
+left for the lower cache, which has departures until late in the epoch. Together the two read from the origin what one
+cache of both sizes reads, but for a few samples (decision 0039).
 
 With mixed sizes the tail stops at the first candidate that is too large; the next pass continues before it, and so on:
 together the passes are the greedy walk from the last candidate to the first that takes whatever still fits. Rule 4 is
@@ -264,17 +264,16 @@ def reserve(
 
 
 def earliest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
-    """Chooses arrivals, the earliest first: each that there is space for when it comes. Otherwise as `latest_that_fit`."""
+    """Chooses arrivals, the earliest first: each that fits when it comes. Otherwise as `latest_that_fit`."""
     chosen_C = np.zeros(len(size_bytes_C), dtype=bool)
     taken_bytes = 0
     for start in range(0, len(chosen_C), PART):  # a list of all would take ten times the bytes of the arrays
         part = slice(start, start + PART)
-        chosen = []
-        for place, (size, room) in enumerate(zip(size_bytes_C[part].tolist(), room_bytes_C[part].tolist(), strict=True)):
+        both = zip(size_bytes_C[part].tolist(), room_bytes_C[part].tolist(), strict=True)
+        for place, (size, room) in enumerate(both, start):
             if taken_bytes + size <= room:
-                chosen.append(start + place)
+                chosen_C[place] = True
                 taken_bytes += size
-        chosen_C[chosen] = True
     return chosen_C
 
 

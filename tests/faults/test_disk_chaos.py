@@ -1,8 +1,8 @@
 """Seeded schedules of faults against the disk under a training: the same ids, no wrong byte, and a named warning.
 
-Each schedule trains through memory and a disk while the disk is filled, broken, made read-only, slowed down, torn, flipped,
-swapped, deleted and used by other processes: a second training of the same data set, which may be killed in mid-write,
-and writers of this format version, an older and a newer one. Then the next job trains on what is left, half of the
+Each schedule trains through memory and a disk while the disk is filled, broken, made read-only, slowed down, torn,
+flipped, swapped, deleted and used by other processes: a second training of the same data set, which may be killed in
+mid-write, and writers of this format version, an older and a newer one. Then the next job trains on what is left, half of the
 time by the newer version.
 """
 
@@ -112,7 +112,7 @@ class Chaos:
     def _patch(self, step: int, *patches: Any) -> None:
         for patch in patches:
             self._patches.enter_context(patch)
-        self._until = min(step + self._rng.randrange(2, 7), STEPS)  # the training restores patches of its own after that
+        self._until = min(step + self._rng.randrange(2, 7), STEPS)  # before the training ends its own patches
 
     def _files(self, suffix: str) -> list[Path]:
         return sorted(self.folder.glob(f"1-*.{suffix}"))

@@ -111,7 +111,7 @@ def a_file(here: Path) -> None:
         (nothing, "data --disk tier", "the bytes that may lie there", "tier"),
         (nothing, "data --disk tier?capacity=1GB&x=1", "an option of disk://", "x"),
         (nothing, "data --disk disk://tier?capacity=1GB", "an absolute path of a folder", "disk://tier"),
-        (a_file, "data --disk out/tier?capacity=1GB --out fine", "a --disk that can be written", "out is not a directory"),
+        (a_file, "data --disk out/tier?capacity=1GB --out fine", "a --disk that can be written", "not a directory"),
         (nothing, "data --checkpoint local://", "there when the run is gone", "local://"),
         (nothing, "data --checkpoint redis://127.0.0.1:1", "expected the snapshot store", "127.0.0.1:1 to answer"),
         (nothing, "data --checkpoint redsi://h", "did you mean 'redis'", "redsi"),

@@ -1,6 +1,6 @@
 """Deals an epoch's global order to one rank (`RankShard`), iterates over its part, and saves the draw. `ShuffleWindow`
-brings the order of shards into one in which blocks are read once, and `SharedDraws` keeps the ranks of a machine from holding
-the same large draw several times.
+brings the order of shards into one in which blocks are read once. `SharedDraws` has the ranks of a machine hold a large
+draw once.
 
 The arithmetic is `shade.sampling.shards`; the shard adds one sampler's numbers, and remembers what was dealt otherwise
 than by position (`Locality`).
@@ -281,10 +281,10 @@ class ShuffleWindow:
 class SharedDraws:
     """The draws of a large set, which one rank of a machine makes and the others map: a machine holds each once.
 
-    A draw is a folder in ``/dev/shm``. Its name says what the draw follows from beside the settings: the epoch, the scores,
-    the residents and the history of validation. So no rank waits for a certain other one, which might never draw. The
-    first rank that wants a draw makes it behind a lock, and a rank that finds none makes it again, the same. A rank that
-    needs a draw no more removes the folder; what others have mapped stays. Collective.
+    A draw is a folder in ``/dev/shm``. Its name says what the draw follows from beside the settings: the epoch, the
+    scores, the residents and the history of validation. So no rank waits for a certain other one, which might never
+    draw: the first rank that wants a draw makes it behind a lock. A rank that needs a draw no more removes the folder;
+    what others have mapped stays, and a rank that finds none makes it again, the same. Collective.
 
     Args:
         num_samples: N.
@@ -307,8 +307,8 @@ class SharedDraws:
         free_bytes = shutil.disk_usage(_MEMORY).free if os.path.isdir(_MEMORY) else 0
         if free_bytes < wanted_bytes:
             logger.warning(
-                "expected %d MiB of shared memory for two epochs' draws, got %d MiB free in %s; each rank keeps draws of "
-                "its own; in a container: --shm-size",
+                "expected %d MiB of shared memory for two epochs' draws, got %d MiB free in %s; each rank keeps its own "
+                "draws; in a container: --shm-size",
                 wanted_bytes >> 20,
                 free_bytes >> 20,
                 _MEMORY,
@@ -320,7 +320,7 @@ class SharedDraws:
 
         Args:
             epoch: The epoch that is drawn.
-            causes: Arrays and numbers (None for one that there is not) that the draw follows from, the same on every rank.
+            causes: What the draw follows from, the same on every rank: arrays, numbers, None for one that there is not.
             make: Draws.
         """
         if not self._is_usable:
@@ -337,7 +337,7 @@ class SharedDraws:
                     with replacing(place) as beside:
                         self._write(draw, beside)
                 except OSError as error:
-                    logger.warning("%s does not take the draw of epoch %d (%s); this rank keeps it", place, epoch, error)
+                    logger.warning("%s takes no draw (%s); this rank keeps it", place, error)
                     return draw
                 del draw
             return self._mapped(epoch, place)

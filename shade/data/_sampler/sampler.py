@@ -139,7 +139,7 @@ class ShadeSampler(DistributedSampler[int]):
             )
         self._table = ImportanceTable(self.num_samples, score or self._mode.default_score)
         self._merger = ScoreMerger(self._table, batch_size)
-        cache: SampleCache | None, joined: bool) -> ShuffleWindow| None = getattr(dataset, "cache", None)
+        cache: SampleCache | None = getattr(dataset, "cache", None)
         self._planner: CachePlanner | None = None
         if cache is not None:
             policy = getattr(dataset, "policy", None) or self._mode.default_policy
@@ -191,7 +191,7 @@ class ShadeSampler(DistributedSampler[int]):
                 f"num_replicas equal to the world size {dist.get_world_size()}", self.num_replicas, "leave it out"
             )
 
-    def _opened_window(self, dataset: Any, window: int, cache: SampleCache | None, distributed: bool) -> ShuffleWindow:
+    def _opened_window(self, dataset: Any, window: int, cache: SampleCache | None, joined: bool) -> ShuffleWindow:
         if not self.shuffle:
             raise ConfigError.of("shuffle=True with a shuffle_window", False, "leave one of the two out")
         count = None if cache is None else cache.for_thread(_READ_AHEAD).count_origin

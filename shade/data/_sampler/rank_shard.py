@@ -320,7 +320,7 @@ class SharedDraws:
 
         Args:
             epoch: The epoch that is drawn.
-            causes: What the draw follows from, the same on every rank: arrays, numbers, None for one that there is not.
+            causes: What the draw follows from, the same on every rank: arrays, lists of numbers, None.
             make: Draws.
         """
         if not self._is_usable:

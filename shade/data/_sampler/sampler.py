@@ -595,5 +595,6 @@ class ShadeSampler(DistributedSampler[int]):
     def close(self) -> None:
         """Ends the merging thread, and leaves the cache to other jobs. Safe to call twice."""
         self._merger.close()
+        self._shared = None
         if self._planner is not None:
             self._planner.close()

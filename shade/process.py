@@ -35,6 +35,11 @@ from typing import IO
 _PR_SET_PDEATHSIG = 1
 _ENDED = ("Z", "X")
 """States of a process that has ended."""
+_NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs"),
+    *("pvfs2", "ocfs2", "gfs2", "fuse"),
+)
+_LOCAL_FUSE = ("fuseblk", "fuse.fuse-overlayfs")
 _LAUNCH = '"$@" >/dev/null & echo "$!"'
 
 
@@ -184,6 +189,11 @@ def file_system_of(path: str, mounts: str = "/proc/self/mountinfo") -> str:
         if (real + "/").startswith(point.rstrip("/") + "/") and len(point) >= len(best):
             best, kind = point, after.split()[0]
     return kind
+
+
+def is_network(kind: str) -> bool:
+    """Returns whether files of a type of file system, as `file_system_of` returns it, may be on another machine."""
+    return kind.partition(".")[0] in _NETWORK and kind not in _LOCAL_FUSE
 
 
 @contextmanager

@@ -48,7 +48,7 @@ import xxhash
 from typing_extensions import override
 
 from shade.errors import ConfigError, StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
-from shade.process import exclusive_lock, file_system_of, this_machine
+from shade.process import exclusive_lock, file_system_of, is_network, this_machine
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.keys import placement_tags
 from shade.store.url import StoreURL
@@ -68,11 +68,6 @@ _KEYS_AT_ONCE: Final = 1000
 _JOB: Final = ".job"
 """End of the names of files that are locked by the processes that use a data set's entries."""
 _PLACE: Final = struct.Struct("<QQ")
-_NETWORK: Final = (
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs"),
-    *("pvfs2", "ocfs2", "gfs2", "fuse"),
-)
-_LOCAL_FUSE: Final = ("fuseblk", "fuse.fuse-overlayfs")
 _SCHEMA: Final = """
 begin immediate;
 create table if not exists entry(
@@ -103,7 +98,7 @@ def disk_url(text: str) -> StoreURL:
 def check_local(folder: str) -> None:
     """Raises ConfigError if a folder is on a network mount."""
     kind = file_system_of(folder)
-    if kind.partition(".")[0] in _NETWORK and kind not in _LOCAL_FUSE:
+    if is_network(kind):
         got, cure = f"{folder} on {kind}", "name a folder of a disk in this machine, such as /nvme/shade"
         raise ConfigError.of("a local disk, whose files no other machine changes", got, cure)
 
@@ -143,12 +138,23 @@ class _Files:
                 index = f"{self.stem}.index"
                 os.close(_open(index))  # for its mode
                 self.base = sqlite3.connect(index, _LOCK_SECONDS, isolation_level=None, check_same_thread=False)
-                self.base.execute("pragma journal_mode=wal")
+                self._use_log(index)
                 self.base.execute("pragma synchronous=normal")
                 self.base.executescript(_SCHEMA)
         except BaseException:
             self.close()
             raise
+
+    def _use_log(self, index: str) -> None:
+        try:
+            self.base.execute("pragma journal_mode=wal")
+        except sqlite3.OperationalError as error:
+            with open(index, "rb") as file:
+                has_log = file.read(20)[18:] == b"\2\2"
+            if has_log:
+                raise
+            # Processes open it one after the other, so an index that is in use has a log, unless its first page is lost.
+            raise sqlite3.DatabaseError("the index has lost its first page") from error
 
     @property
     def is_gone(self) -> bool:
@@ -359,16 +365,6 @@ class DiskStore(Store):
             if row is not None and value is None:
                 self._drop(files, {key: row})
         return value
-
-    @override
-    def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
-        found = []
-        for key, buffer in items.items():
-            (value,) = self.get_many([key])
-            found.append(value is not None and len(value) == buffer.nbytes)
-            if value is not None and found[-1]:
-                buffer.cast("B")[:] = value
-        return found
 
     @override
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:

@@ -141,6 +141,19 @@ def test_swapped_entries_are_missing(store: Store, folder: Path) -> None:
         assert later.get_many(["shade:a", "shade:b", "shade:x"]) == [None, b"B" * 1000, None]
 
 
+def test_an_index_without_its_first_page_begins_anew_while_a_process_has_it_open(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_module, "_LOCK_SECONDS", 0.1)  # for which SQLite waits here
+    assert all(store.set_many(entries(20)))
+    (index,) = folder.glob("*.index")
+    os.truncate(index, 0)
+    with again(store) as other:
+        assert other.get_many(list(entries(20))) == [None] * 20
+        assert all(other.set_many(entries(10)))
+        assert store.get_many(list(entries(10))) == list(entries(10).values()), "and the first process follows"
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_damaged_index_begins_anew(store: Store, folder: Path, seed: int) -> None:
     items = entries(200)

@@ -140,7 +140,8 @@ class _Files:
                 self.base = sqlite3.connect(index, _LOCK_SECONDS, isolation_level=None, check_same_thread=False)
                 self._use_log(index)
                 self.base.execute("pragma synchronous=normal")
-                self.base.executescript(_SCHEMA)
+                if not self.base.execute("select 1 from sqlite_master where name = 'total'").fetchall():
+                    self.base.executescript(_SCHEMA)  # else nothing is written: another job's batch may take long
         except BaseException:
             self.close()
             raise

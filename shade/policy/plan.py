@@ -28,9 +28,9 @@ over from after(i)::
 Two caches, one below the other, are planned one after the other. Below the faster one, what that one will hold as e
 ends (``held_above_N``) is a copy: no use of e+1 needs it here. Copies get what room is left after all others, so the
 two caches hold different samples where room is short. In the faster one (``has_tier_below``) samples arrive as early as
-they can. Each of them is one that the lower cache need not take, or room that it frees there. So the later candidates are
-left for the lower cache, which has departures until late in the epoch. Together the two read from the origin what one
-cache of both sizes reads, but for a few samples (decision 0039).
+they can. Each of them is one that the lower cache need not take, or room that it frees there. So the later candidates
+are left for the lower cache, which has departures until late in the epoch. Together the two read from the origin what
+one cache of both sizes reads, but for a few samples (decision 0039).
 
 With mixed sizes the tail stops at the first candidate that is too large; the next pass continues before it, and so on:
 together the passes are the greedy walk from the last candidate to the first that takes whatever still fits. Rule 4 is

@@ -47,8 +47,6 @@ _PART = 61
 _BLOCK = 1 << 12
 """Samples whose probabilities are computed at a time."""
 _BITS = 30
-_FEW = 16
-"""So many numbers are sorted by insertion."""
 
 Starts = npt.NDArray[np.int64]
 
@@ -382,32 +380,3 @@ def draw(inclusion: Inclusion, streams: dict[str, np.random.Generator]) -> Order
     assert num_marked * ONE == size_C.sum(), "each unit of probability was passed once"
     pair_N.resize((num_marked + 1) // 2, refcheck=False)  # gives memory back before more is needed
     return permuted(pair_N.view(np.int32)[:num_marked], streams["shuffle"])
-
-
-@compiled
-def sort_places(place_B: Any, base: Any, start_R: Any, out_B: Any) -> None:
-    """Sorts distinct numbers by counting their upper 32 bits, which are from ``base`` on and below ``base`` + R.
-
-    ``start_R`` is int32 (R + 1,), all 0. Numbers with the same upper half are few, or they are sorted by comparing.
-    """
-    for at in range(len(place_B)):
-        start_R[np.int64(place_B[at] >> np.uint64(32)) - base + 1] += 1
-    for place in range(1, len(start_R)):
-        start_R[place] += start_R[place - 1]
-    for at in range(len(place_B)):
-        place = np.int64(place_B[at] >> np.uint64(32)) - base
-        out_B[start_R[place]] = place_B[at]
-        start_R[place] += 1
-    begin = 0
-    for place in range(len(start_R) - 1):
-        end = start_R[place]
-        if end - begin > _FEW:
-            out_B[begin:end].sort()
-        else:
-            for at in range(begin + 1, end):
-                number, to = out_B[at], at
-                while to > begin and out_B[to - 1] > number:
-                    out_B[to] = out_B[to - 1]
-                    to -= 1
-                out_B[to] = number
-        begin = end

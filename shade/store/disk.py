@@ -154,7 +154,7 @@ class _Files:
                 has_log = file.read(20)[18:] == b"\2\2"
             if has_log:
                 raise
-            # Processes open it one after the other, so an index that is in use has a log, unless its first page is lost.
+            # Processes open it one after the other: one that is in use has a log, unless its first page is lost.
             raise sqlite3.DatabaseError("the index has lost its first page") from error
 
     @property

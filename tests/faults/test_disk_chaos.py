@@ -2,8 +2,8 @@
 
 Each schedule trains through memory and a disk while the disk is filled, broken, made read-only, slowed down, torn,
 flipped, swapped, deleted and used by other processes: a second training of the same data set, which may be killed in
-mid-write, and writers of this format version, an older and a newer one. Then the next job trains on what is left, half of the
-time by the newer version.
+mid-write, and writers of this format version, an older and a newer one. Then the next job trains on what is left, half
+of the time by the newer version.
 """
 
 from __future__ import annotations

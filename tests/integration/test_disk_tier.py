@@ -214,6 +214,7 @@ def test_a_data_set_that_no_job_uses_makes_room(job: Job, tmp_path: Path, is_use
     train(replace(older, epochs=1))
     assert (reads(job) == 0) == is_used
 
+
 PATIENT = """
 import runpy, sys
 from shade.cache import breaker
@@ -224,7 +225,9 @@ runpy.run_path({folder!r} + "/bench_cifar10.py", run_name="__main__")
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("cache", [pytest.param("none", marks=pytest.mark.slow), pytest.param("local://", marks=pytest.mark.redis)])
+@pytest.mark.parametrize(
+    "cache", [pytest.param("none", marks=pytest.mark.slow), pytest.param("local://", marks=pytest.mark.redis)]
+)
 def test_the_next_run_of_the_launcher_reads_nothing(tmp_path: Path, cache: str) -> None:
     make_images(tmp_path / "data")  # 48
     (tmp_path / "patient.py").write_text(PATIENT.format(folder=str(ROOT / "examples")))

@@ -307,8 +307,8 @@ class SharedDraws:
         free_bytes = shutil.disk_usage(_MEMORY).free if os.path.isdir(_MEMORY) else 0
         if free_bytes < wanted_bytes:
             logger.warning(
-                "expected %d MiB of shared memory for two epochs' draws, got %d MiB free in %s; each rank keeps its own "
-                "draws; in a container: --shm-size",
+                "expected %d MiB of shared memory for two epochs' draws, got %d MiB free in %s; each rank keeps "
+                "draws of its own; in a container: --shm-size",
                 wanted_bytes >> 20,
                 free_bytes >> 20,
                 _MEMORY,
@@ -320,7 +320,7 @@ class SharedDraws:
 
         Args:
             epoch: The epoch that is drawn.
-            causes: What the draw follows from, the same on every rank: arrays, lists of numbers, None.
+            causes: What the draw follows from, the same on every rank: arrays, numbers, None.
             make: Draws.
         """
         if not self._is_usable:

@@ -45,7 +45,7 @@ def folders() -> list[str]:
 
 
 def run_ranks(work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
-    """Calls ``work(rank, *arguments)`` on the ranks of a gloo world, each a forked process; returns what they return."""
+    """Calls ``work(rank, *arguments)`` on the ranks of a gloo world, each a forked process; returns their results."""
 
     def rank_main(rank: int) -> None:
         torch.set_num_threads(1)
@@ -143,7 +143,7 @@ def test_four_ranks_hold_each_large_draw_once(tmp_path: Path) -> None:
     del draws
     ranks = run_ranks(held_bytes, tmp_path, num_samples)
     two_epochs = 2 * 4 * num_samples
-    assert two_epochs < sum(grown for grown, _ in ranks) < 2 * two_epochs  # with the flags of the scores, a byte a sample
+    assert two_epochs < sum(grown for grown, _ in ranks) < 2 * two_epochs  # and a byte a sample for flags of the scores
     assert [found for _, found in ranks] == [hashes] * RANKS
     assert folders() == []
 

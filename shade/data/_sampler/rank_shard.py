@@ -328,7 +328,7 @@ class SharedDraws:
         digest = xxhash.xxh3_64()
         for cause in causes:
             digest.update(b"|")
-            digest.update(np.ascontiguousarray(cause) if isinstance(cause, np.ndarray) else repr(cause).encode())
+            digest.update(cause.tobytes() if isinstance(cause, np.ndarray) else repr(cause).encode())
         place = Path(self._folder, f"{epoch}-{digest.hexdigest()}")
         with exclusive_lock(f"{place}.lock"):
             if not place.exists():

@@ -246,6 +246,7 @@ def reserve(
         room_bytes_K: (K,) bytes free after each access; never falls. What is given away is subtracted in place.
         position_C: (C,) where the candidates come in the epoch, ascending.
         size_bytes_C: (C,) their sizes.
+        earliest: Whether the earliest candidates come first.
 
     Returns:
         (C,) True for those that got space.

@@ -283,7 +283,7 @@ class SharedDraws:
 
     A draw is a folder in ``/dev/shm``. Its name says what the draw follows from beside the settings: the epoch, the
     scores, the residents and the history of validation. So no rank waits for a certain other one, which might never
-    draw: the first rank that wants a draw makes it behind a lock. A rank that needs a draw no more removes the folder;
+    draw: the first rank that wants a draw makes it behind a lock. A rank that has dropped a draw removes the folder;
     what others have mapped stays, and a rank that finds none makes it again, the same. Collective.
 
     Args:

@@ -322,6 +322,9 @@ class SharedDraws:
             epoch: The epoch that is drawn.
             causes: What the draw follows from, the same on every rank: arrays, numbers, None.
             make: Draws.
+
+        Returns:
+            The draw, its arrays read-only.
         """
         if not self._is_usable:
             return make()
@@ -331,16 +334,17 @@ class SharedDraws:
             digest.update(cause.tobytes() if isinstance(cause, np.ndarray) else repr(cause).encode())
         place = Path(self._folder, f"{epoch}-{digest.hexdigest()}")
         with exclusive_lock(f"{place}.lock"):
-            if not place.exists():
-                draw = make()
-                try:
-                    with replacing(place) as beside:
-                        self._write(draw, beside)
-                except OSError as error:
-                    logger.warning("%s takes no draw (%s); this rank keeps it", place, error)
-                    return draw
+            with contextlib.suppress(FileNotFoundError):  # not drawn yet, or a rank that is ahead is removing it
+                return self._mapped(epoch, place)
+            draw = make()
+            try:
+                with replacing(place) as beside:
+                    self._write(draw, beside)
                 del draw
-            return self._mapped(epoch, place)
+                return self._mapped(epoch, place)
+            except OSError as error:
+                logger.warning("%s takes no draw (%s); this rank keeps its own", place, error)
+        return make()
 
     @staticmethod
     def _write(draw: Draw, folder: Path) -> None:
@@ -348,16 +352,15 @@ class SharedDraws:
         np.save(folder / "order.npy", draw.order_K)
         if draw.weight_N is not None:
             np.save(folder / "weight.npy", draw.weight_N)
-        (folder / "receipt.json").write_text(json.dumps(vars(draw.receipt)))
+        described = {"has_weights": draw.weight_N is not None, "receipt": vars(draw.receipt)}
+        (folder / "draw.json").write_text(json.dumps(described))
 
     @staticmethod
     def _mapped(epoch: int, folder: Path) -> Draw:
-        order_K, weight_N = (
-            np.asarray(np.load(path, mmap_mode="r")) if path.exists() else None
-            for path in (folder / "order.npy", folder / "weight.npy")
-        )
-        assert order_K is not None, "written first"
-        draw = Draw(epoch, order_K, weight_N, Receipt(**json.loads((folder / "receipt.json").read_text())))
+        described = json.loads((folder / "draw.json").read_text())
+        order_K = np.asarray(np.load(folder / "order.npy", mmap_mode="r"))
+        weight_N = np.asarray(np.load(folder / "weight.npy", mmap_mode="r")) if described["has_weights"] else None
+        draw = Draw(epoch, order_K, weight_N, Receipt(**described["receipt"]))
         weakref.finalize(draw, _forget, folder, os.getpid()).atexit = False
         return draw
 

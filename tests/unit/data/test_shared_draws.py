@@ -25,7 +25,8 @@ import xxhash
 from shade import ShadeSampler
 from shade.data._sampler import rank_shard, sampler
 from shade.process import enter_folder, leave_folder, remove_unused
-from shade.sampling import MODES
+from shade.sampling import MODES, Scores
+from shade.sampling.base import Draw
 
 RANKS, BATCH = 4, 16
 SECONDS = 240
@@ -161,6 +162,31 @@ def test_too_little_shared_memory_is_named_and_each_rank_draws(
     assert "--shm-size" in caplog.text
     made = object()
     assert shared.of(0, (), lambda: made) is made  # type: ignore[arg-type, return-value]
+
+
+def test_a_draw_that_another_rank_is_removing_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_shard, "_MEMORY", str(tmp_path))
+    monkeypatch.setattr(dist, "new_group", lambda **_: mock.Mock(spec=dist.ProcessGroup))
+    monkeypatch.setattr(rank_shard, "agreed_name", lambda _: "name")
+    num_made = 0
+
+    def make() -> Draw:
+        nonlocal num_made
+        num_made += 1
+        scores = Scores(np.arange(1000, dtype=np.float32), np.ones(1000, dtype=bool))
+        return MODES.get("unbiased")(1000, 10, 3).draw(2, scores)
+
+    shared = rank_shard.SharedDraws(1000)
+    first, second = shared.of(2, (7,), make), shared.of(2, (7,), make)
+    assert num_made == 1
+    (weights,) = tmp_path.glob("*/2-*/weight.npy")
+    weights.unlink()  # the first file that goes
+    third = shared.of(2, (7,), make)
+    assert num_made > 1
+    for draw in (first, second, third):
+        assert draw.weight_N is not None
+        assert np.array_equal(draw.weight_N, make().weight_N)
+        assert np.array_equal(draw.order_K, make().order_K)
 
 
 # ── folders that processes share ────────────────────────────────────────────────────────────────────────────────────

@@ -83,6 +83,7 @@ def train(session: TrainSession, config: RunConfig) -> None:
     dataset = ShadeDataset(
         folder,
         cache=config.cache_url,
+        disk=config.disk,
         working_set_fraction=config.working_set_fraction,
         policy=config.policy,
         transform=train_view,

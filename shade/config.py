@@ -64,6 +64,8 @@ class RunConfig:
     """Samples per rank and step."""
     cache: str = "local://"
     """Cache URL with its password hidden, or ``none``."""
+    disk: str | None = None
+    """``disk://`` URL of a folder of each machine's own disk, with its capacity; None: no disk tier."""
     working_set_fraction: float = WORKING_SET_FRACTION
     """Capacity as a share of the data set."""
     policy: str | None = None
@@ -146,6 +148,11 @@ class RunConfig:
     def checkpoint_url(self) -> str | None:
         """Returns the URL with which a rank opens the store for snapshots, or None."""
         return None if self.checkpoint is None else os.environ.get(CHECKPOINT_URL, self.checkpoint)
+
+    @property
+    def has_cache(self) -> bool:
+        """Returns whether samples are cached, in memory or on the disk."""
+        return self.cache != "none" or self.disk is not None
 
     @property
     def cache_url(self) -> str | None:

@@ -11,6 +11,9 @@ content is written beside the file and renamed. The name beside is a new one eac
 the same file; it begins with a dot and ends in ``.new``. Only a process that is killed leaves it. After a power cut a
 renamed file may be empty, unless its content was synced before. A sync takes milliseconds, so only files that something
 relies on later are synced. A file's lock is the kernel's: it ends with the process that holds it.
+
+**Folders that processes share** lie in memory. The last process that leaves one removes it. What killed processes leave
+has no lock, and the next process that needs such a folder removes it.
 """
 
 from __future__ import annotations
@@ -25,13 +28,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _ENDED = ("Z", "X")
 """States of a process that has ended."""
+_NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs"),
+    *("pvfs2", "ocfs2", "gfs2", "fuse"),
+)
+_LOCAL_FUSE = ("fuseblk", "fuse.fuse-overlayfs")
 _LAUNCH = '"$@" >/dev/null & echo "$!"'
 
 
@@ -183,6 +191,11 @@ def file_system_of(path: str, mounts: str = "/proc/self/mountinfo") -> str:
     return kind
 
 
+def is_network(kind: str) -> bool:
+    """Returns whether files of a type of file system, as `file_system_of` returns it, may be on another machine."""
+    return kind.partition(".")[0] in _NETWORK and kind not in _LOCAL_FUSE
+
+
 @contextmanager
 def exclusive_lock(path: str) -> Iterator[None]:
     """Holds the lock of a file, which is made, against all other processes; waits for it."""
@@ -192,3 +205,49 @@ def exclusive_lock(path: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+_held: dict[tuple[int, str], list[int]] = {}
+"""By process and folder: the file whose lock says that the process uses the folder, and how often it has entered."""
+
+
+def enter_folder(folder: str) -> None:
+    """Makes a folder that processes share, or joins those that use it. A lock says who does; children do not inherit
+    it, and it ends with the process. See `leave_folder`."""
+    mine = _held.setdefault((os.getpid(), folder), [])
+    while not mine:
+        with suppress(FileNotFoundError):  # another process removed the folder before it was locked
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            users = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.lockf(users, fcntl.LOCK_SH)
+            if os.fstat(users).st_nlink:
+                mine += [users, 0]
+            else:
+                os.close(users)
+    mine[1] += 1
+
+
+def leave_folder(folder: str, process: int) -> None:
+    """Leaves a folder that a process entered; the last one that leaves it removes it. Does nothing in other
+    processes."""
+    if process != os.getpid():
+        return
+    mine = _held[process, folder]
+    mine[1] -= 1
+    if not mine[1]:
+        del _held[process, folder]
+        os.close(mine[0])
+        remove_unused(folder)
+
+
+def remove_unused(folder: str) -> None:
+    """Removes a folder that processes share, unless one uses it: what killed processes have left."""
+    if (os.getpid(), folder) in _held:  # its own lock would not keep this process from it
+        return
+    with suppress(OSError):
+        users = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.lockf(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(users)

@@ -30,6 +30,7 @@ from shade.sampling import MODES
 from shade.storage import open_volume
 from shade.store import StoreURL, open_store
 from shade.store._servers.server import find_server_binary
+from shade.store.disk import check_local
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """File names that ImageFolder takes for images."""
@@ -94,6 +95,8 @@ def check(config: RunConfig, stores: StoreURLs) -> str:
         find_server_binary()  # refused now, not after the first of two trainings
     elif stores.cache != "none":
         check_cache(config, stores.cache)
+    if config.disk is not None:
+        check_disk(config.disk)
     check_snapshots(config, stores.checkpoint)
     return f"{content}" + (f"; validation: {sum(validation[1:], validation[0])}" if validation else "")
 
@@ -110,6 +113,13 @@ def check_cache(config: RunConfig, cache_url: str) -> None:
         if not store.shared and (config.workers or config.processes * config.nodes > 1):
             cure = "use local://, or one rank and --workers 0"
             raise ConfigError.of("a cache that ranks and workers share", config.cache, cure)
+
+
+def check_disk(url: str) -> None:
+    """Checks that the folder of a disk tier is on a local disk, and can be written."""
+    folder = StoreURL.parse(url).path
+    check_local(folder)
+    _check_writable("a --disk that can be written", folder, "choose another --disk")
 
 
 def check_names(config: RunConfig) -> None:
@@ -136,10 +146,15 @@ def check_out(config: RunConfig) -> None:
     out = Path(config.out)
     if not config.resume and any((out / name).exists() for name in ("run.json", "metrics.jsonl")):
         raise ConfigError.of("an --out without a run in it", config.out, "choose another, or continue it with --resume")
-    nearest = next(path for path in (out, *out.parents) if path.exists())
+    _check_writable("an --out that can be written", config.out, "choose another --out")
+
+
+def _check_writable(expected: str, folder: str, cure: str) -> None:
+    path = Path(folder)
+    nearest = next(each for each in (path, *path.parents) if each.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         what = "is not a directory" if not nearest.is_dir() else "is not writable for this user"
-        raise ConfigError.of("an --out that can be written", config.out, f"choose another --out: {nearest} {what}")
+        raise ConfigError.of(expected, folder, f"{cure}: {nearest} {what}")
 
 
 def check_ranks(config: RunConfig) -> None:

@@ -32,6 +32,7 @@ from shade.control.profile import Profile
 from shade.errors import ConfigError, shown_url
 from shade.launch.bundled import DIGITS, EXAMPLES
 from shade.store import StoreURL
+from shade.store.disk import disk_url
 from shade.terminal import CommandParser
 
 _DESCRIPTION = """\
@@ -141,6 +142,7 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
         metavar="URL",
         help="local:// (default), unix:///…, redis://…, rediss://…, redis+cluster://h:p,h:p, none",
     )
+    add("--disk", metavar="FOLDER", help="keep samples on this machine's disk too: /nvme/shade?capacity=500GiB")
     working_set = ("-wss", "--working_set_size", "--working-set-size")
     add(*working_set, type=float, metavar="F", help=f"cached share ({WORKING_SET_FRACTION})")
     add("--policy", metavar="NAME", help="plan, lru, lfu, fifo, static or shade (default: what suits the sampling)")
@@ -243,6 +245,8 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Store
         if typed.get("sampling", "pads") != "pads":
             raise ConfigError.of("--sampling pads with -rep", typed["sampling"], "leave one of the two out")
         chosen["sampling"] = "pads"
+    if chosen.get("disk"):
+        chosen["disk"] = _disk_url(chosen["disk"], directory)
     stores = StoreURLs(_cache_url(typed, chosen), _unmasked(chosen["checkpoint"]) if chosen.get("checkpoint") else None)
     chosen["cache"] = "none" if stores.cache == "none" else str(StoreURL.parse(stores.cache))
     if stores.checkpoint is not None:
@@ -318,6 +322,10 @@ def _cache_url(typed: dict[str, Any], chosen: dict[str, Any]) -> str:
         cure = "pass --cache redis+cluster://host:port or --cache none"
         raise ConfigError.of("a cache that all machines reach", "local:// on each", cure)
     return _unmasked(chosen.get("cache", "local://"))
+
+
+def _disk_url(text: str, directory: Path) -> str:
+    return str(disk_url(text if "://" in text else str(directory / Path(text).expanduser())))
 
 
 def _unmasked(url: str) -> str:

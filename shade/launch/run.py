@@ -73,7 +73,7 @@ class Workspace:
             raise ConfigError.of("an --out that can be written", str(self.out), cure) from None
         for leftover in (*self.out.glob("failure-*.txt"), self.out / "progress.json"):
             leftover.unlink(missing_ok=True)
-        if config.resume and config.nodes == 1 and config.cache != "none":  # else no row counts the logged accesses
+        if config.resume and config.nodes == 1 and config.has_cache:  # else no row counts the logged accesses
             self._account_for_lost()
         self._make_link()
 

@@ -45,6 +45,8 @@ class EpochPlan:
     held_above_N: Bools | None = None
     """(N,) what a faster cache will hold as the epoch ends, so that the next epoch does not need it here; None where
     there is no such cache, or it does not know."""
+    has_tier_below: bool = False
+    """Whether a slower cache below this one plans the same epoch next, so that what arrives here frees room there."""
 
     @property
     def rest_K(self) -> Order:

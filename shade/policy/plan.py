@@ -25,8 +25,12 @@ over from after(i)::
    least 64 accesses unless that is more than a quarter. If e+1 uses everything, no sample
    leaves, and this rule does not apply.
 
-Below a faster cache, what that one will hold as e ends (``held_above_N``) is a copy: no use of e+1 needs it here.
-Copies get what room is left after all others, so the two caches hold different samples where room is short.
+Two caches, one below the other, are planned one after the other. Below the faster one, what that one will hold as e
+ends (``held_above_N``) is a copy: no use of e+1 needs it here. Copies get what room is left after all others, so the
+two caches hold different samples where room is short. In the faster one (``has_tier_below``) samples arrive as early as
+they can. Each of them is one that the lower cache need not take, or room that it frees there. So the later candidates
+are left for the lower cache, which has departures until late in the epoch. Together the two read from the origin what
+one cache of both sizes reads, but for a few samples (decision 0039).
 
 With mixed sizes the tail stops at the first candidate that is too large; the next pass continues before it, and so on:
 together the passes are the greedy walk from the last candidate to the first that takes whatever still fits. Rule 4 is
@@ -58,6 +62,8 @@ Bytes64 = npt.NDArray[np.int64]
 
 MAX_PASSES = 64
 """Each pass leaves a fraction of the space of the one before; only contrived sizes would need more."""
+PART = 1 << 16
+"""Candidates that are looked at one by one at a time."""
 
 
 @POLICIES.register("plan")
@@ -76,6 +82,7 @@ class PlanPolicy(CachePolicy):
         self._next_order_K: Order | None = None
         self._change_K = np.empty(0, dtype=np.int8)
         self._cursor = 0
+        self._has_tier_below = False
 
     @override
     def begin_epoch(self, plan: EpochPlan) -> Indices:
@@ -83,6 +90,7 @@ class PlanPolicy(CachePolicy):
         order_K, resident_N, size_bytes_N = plan.rest_K, self.resident_N, self.size_bytes_N
         num_accesses = len(order_K)
         self._next_order_K = plan.next_order_K
+        self._has_tier_below = plan.has_tier_below
         self._order_K, self._change_K, self._cursor = order_K, np.zeros(num_accesses, dtype=np.int8), 0
         if not num_accesses or (plan.next_order_K is not None and not len(plan.next_order_K)):
             return EMPTY
@@ -134,7 +142,8 @@ class PlanPolicy(CachePolicy):
     def _give(self, room_K: Bytes64, groups: Sequence[tuple[npt.NDArray[np.int32], int]]) -> None:
         """Gives space to groups of candidates, one after the other; a change of 0 lets a resident stay, 1 arrive."""
         for group, change in groups:
-            chosen = reserve(room_K, group, self.size_bytes_N[self._order_K[group]])
+            size_bytes = self.size_bytes_N[self._order_K[group]]
+            chosen = reserve(room_K, group, size_bytes, earliest=self._has_tier_below and change > 0)
             self._change_K[group[chosen]] = change
 
     def _not_kept(self, room_K: Bytes64, samples: Indices) -> Indices:
@@ -192,8 +201,9 @@ class PlanPolicy(CachePolicy):
         Those with the farthest next use leave first, then those that the new plan does not want.
         """
         rest_K, next_order_K = self._order_K[self._cursor :], self._next_order_K
+        again = EpochPlan(0, rest_K, next_order_K, has_tier_below=self._has_tier_below)
         farthest = super().resize(capacity_bytes)
-        return np.concatenate([farthest, self.begin_epoch(EpochPlan(0, rest_K, next_order_K))])
+        return np.concatenate([farthest, self.begin_epoch(again)])
 
     @override
     def _least_useful_first(self) -> Indices:
@@ -227,26 +237,44 @@ def last_uses(order_K: Order, groups_N: Sequence[Bools]) -> list[npt.NDArray[np.
     return [np.flatnonzero(group_K == number).astype(np.int32) for number in range(len(groups_N))]
 
 
-def reserve(room_bytes_K: Bytes64, position_C: npt.NDArray[np.int32], size_bytes_C: Bytes64) -> Bools:
-    """Gives space to the latest candidates that fit, from their position to the end of the epoch.
+def reserve(
+    room_bytes_K: Bytes64, position_C: npt.NDArray[np.int32], size_bytes_C: Bytes64, *, earliest: bool = False
+) -> Bools:
+    """Gives space to the latest candidates that fit, or to the earliest, from their position to the end of the epoch.
 
     Args:
         room_bytes_K: (K,) bytes free after each access; never falls. What is given away is subtracted in place.
         position_C: (C,) where the candidates come in the epoch, ascending.
         size_bytes_C: (C,) their sizes.
+        earliest: Whether the earliest candidates come first.
 
     Returns:
         (C,) True for those that got space.
     """
     if not len(size_bytes_C) or size_bytes_C.min() > room_bytes_K[-1]:
         return np.zeros(len(size_bytes_C), dtype=bool)
-    chosen_C = latest_that_fit(size_bytes_C, room_bytes_K[position_C])
+    room_bytes_C = room_bytes_K[position_C]
+    chosen_C = (earliest_that_fit if earliest else latest_that_fit)(size_bytes_C, room_bytes_C)
     taken_K = np.zeros_like(room_bytes_K)
     np.add.at(taken_K, position_C[chosen_C], size_bytes_C[chosen_C])
     np.cumsum(taken_K, out=taken_K)
     room_bytes_K -= taken_K
     # Space promised to a later position is not free at an earlier one.
     room_bytes_K[:] = np.minimum.accumulate(room_bytes_K[::-1])[::-1]
+    return chosen_C
+
+
+def earliest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
+    """Chooses arrivals, the earliest first: each that fits when it comes. Otherwise as `latest_that_fit`."""
+    chosen_C = np.zeros(len(size_bytes_C), dtype=bool)
+    taken_bytes = 0
+    for start in range(0, len(chosen_C), PART):  # a list of all would take ten times the bytes of the arrays
+        part = slice(start, start + PART)
+        both = zip(size_bytes_C[part].tolist(), room_bytes_C[part].tolist(), strict=True)
+        for place, (size, room) in enumerate(both, start):
+            if taken_bytes + size <= room:
+                chosen_C[place] = True
+                taken_bytes += size
     return chosen_C
 
 

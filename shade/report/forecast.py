@@ -199,7 +199,8 @@ def plain_loading(run: Run) -> tuple[float, EpochForecast | None] | None:
     the record has no times. Returns None altogether for a run without a cache, or one that read no origin: what a
     read costs is not known then."""
     reads, num_bytes = run.total("origin_reads"), run.total("origin_bytes")
-    if not run.num_samples or not reads or run.total("hits") is None or run.plan.get("cache") == "none":
+    is_cached = run.plan.get("cache") != "none" or run.plan.get("disk") is not None
+    if not run.num_samples or not reads or run.total("hits") is None or not is_cached:
         return None
     whole = (num_bytes or 0) / reads * run.num_samples
     epochs = _with_times(run.epochs)

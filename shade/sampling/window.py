@@ -54,7 +54,7 @@ def windowed(order_K: Order, first_D: Indices, window: int, random: np.random.Ge
         The same samples, in the type of ``order_K``.
     """
     drawn_K = np.sort(order_K)
-    bound = np.append(np.searchsorted(drawn_K, first_D), len(drawn_K))
+    bound = np.append(np.searchsorted(drawn_K, first_D.astype(drawn_K.dtype)), len(drawn_K))
     sequence_D = random.permutation(len(first_D))
     length_D = np.diff(bound)[sequence_D]
     begin_D = np.cumsum(length_D) - length_D

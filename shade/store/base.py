@@ -85,13 +85,19 @@ class Store(ABC):
         """Returns the values in the order of ``keys``, None for a missing key or an unreachable node. Raises only if
         all nodes are unreachable."""
 
-    @abstractmethod
     def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
         """Reads large values straight into the caller's memory, one after the other.
 
         Returns True where the buffer now holds the whole value; False where there is none, its node is unreachable, or
         its length is not the buffer's. Then the buffer's content is undefined.
         """
+        found = []
+        for key, buffer in items.items():
+            (value,) = self.get_many([key])
+            found.append(value is not None and len(value) == buffer.nbytes)
+            if value is not None and found[-1]:
+                buffer.cast("B")[:] = value
+        return found
 
     @abstractmethod
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:

@@ -48,7 +48,7 @@ import xxhash
 from typing_extensions import override
 
 from shade.errors import ConfigError, StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
-from shade.process import exclusive_lock, file_system_of, this_machine
+from shade.process import exclusive_lock, file_system_of, is_network, this_machine
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.keys import placement_tags
 from shade.store.url import StoreURL
@@ -68,11 +68,6 @@ _KEYS_AT_ONCE: Final = 1000
 _JOB: Final = ".job"
 """End of the names of files that are locked by the processes that use a data set's entries."""
 _PLACE: Final = struct.Struct("<QQ")
-_NETWORK: Final = (
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs"),
-    *("pvfs2", "ocfs2", "gfs2", "fuse"),
-)
-_LOCAL_FUSE: Final = ("fuseblk", "fuse.fuse-overlayfs")
 _SCHEMA: Final = """
 begin immediate;
 create table if not exists entry(
@@ -95,9 +90,17 @@ def disk_url(text: str) -> StoreURL:
     folder, question, options = text.partition("?")
     url = StoreURL.parse(text if "://" in text else f"disk://{quote(os.path.abspath(folder))}{question}{options}")
     if url.scheme != "disk" or url.capacity_bytes is None:
-        cure = "write disk='/nvme/shade?capacity=500GiB'"
+        cure = "write /nvme/shade?capacity=500GiB"
         raise ConfigError.of("a folder of a local disk, and the bytes that may lie there", text, cure)
     return url
+
+
+def check_local(folder: str) -> None:
+    """Raises ConfigError if a folder is on a network mount."""
+    kind = file_system_of(folder)
+    if is_network(kind):
+        got, cure = f"{folder} on {kind}", "name a folder of a disk in this machine, such as /nvme/shade"
+        raise ConfigError.of("a local disk, whose files no other machine changes", got, cure)
 
 
 def _digest(key: str, value: Bytes) -> int:
@@ -135,12 +138,24 @@ class _Files:
                 index = f"{self.stem}.index"
                 os.close(_open(index))  # for its mode
                 self.base = sqlite3.connect(index, _LOCK_SECONDS, isolation_level=None, check_same_thread=False)
-                self.base.execute("pragma journal_mode=wal")
+                self._use_log(index)
                 self.base.execute("pragma synchronous=normal")
-                self.base.executescript(_SCHEMA)
+                if not self.base.execute("select 1 from sqlite_master where name = 'total'").fetchall():
+                    self.base.executescript(_SCHEMA)  # else nothing is written: another job's batch may take long
         except BaseException:
             self.close()
             raise
+
+    def _use_log(self, index: str) -> None:
+        try:
+            self.base.execute("pragma journal_mode=wal")
+        except sqlite3.OperationalError as error:
+            with open(index, "rb") as file:
+                has_log = file.read(20)[18:] == b"\2\2"
+            if has_log:
+                raise
+            # Processes open it one after the other: one that is in use has a log, unless its first page is lost.
+            raise sqlite3.DatabaseError("the index has lost its first page") from error
 
     @property
     def is_gone(self) -> bool:
@@ -239,10 +254,7 @@ class DiskStore(Store):
             return files
 
     def _open(self) -> _Files:
-        kind = file_system_of(self._folder)
-        if kind.partition(".")[0] in _NETWORK and kind not in _LOCAL_FUSE:
-            got, cure = f"{self._folder} on {kind}", "name a folder of a disk in this machine, such as /nvme/shade"
-            raise ConfigError.of("a local disk, whose files no other machine changes", got, cure)
+        check_local(self._folder)
         for _ in range(3):
             try:
                 return _Files(self._folder)
@@ -354,16 +366,6 @@ class DiskStore(Store):
             if row is not None and value is None:
                 self._drop(files, {key: row})
         return value
-
-    @override
-    def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
-        found = []
-        for key, buffer in items.items():
-            (value,) = self.get_many([key])
-            found.append(value is not None and len(value) == buffer.nbytes)
-            if value is not None and found[-1]:
-                buffer.cast("B")[:] = value
-        return found
 
     @override
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:

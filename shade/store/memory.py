@@ -51,15 +51,6 @@ class MemoryStore(Store):
         return [self._values.get(key) for key in keys]
 
     @override
-    def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
-        found = []
-        for value, buffer in zip(self.get_many(list(items)), items.values(), strict=True):
-            found.append(value is not None and len(value) == len(buffer))
-            if value is not None and found[-1]:
-                buffer[:] = value
-        return found
-
-    @override
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
         with self._lock:
             self._check_open()

@@ -28,6 +28,8 @@ from tests.support.data_plane import (
     train,
     train_ranks,
 )
+from tests.support.launching import ROOT, make_images, rows
+from tests.support.launching import run as launch
 
 NUM_SAMPLES = 320
 
@@ -213,12 +215,45 @@ def test_a_data_set_that_no_job_uses_makes_room(job: Job, tmp_path: Path, is_use
     assert (reads(job) == 0) == is_used
 
 
+PATIENT = """
+import runpy, sys
+from shade.cache import breaker
+breaker.SLOW_SECONDS = 60.0  # on a crowded machine the folder of pictures is faster than any cache
+sys.path.insert(0, {folder!r})
+runpy.run_path({folder!r} + "/bench_cifar10.py", run_name="__main__")
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "cache", [pytest.param("none", marks=pytest.mark.slow), pytest.param("local://", marks=pytest.mark.redis)]
+)
+def test_the_next_run_of_the_launcher_reads_nothing(tmp_path: Path, cache: str) -> None:
+    make_images(tmp_path / "data")  # 48
+    (tmp_path / "patient.py").write_text(PATIENT.format(folder=str(ROOT / "examples")))
+    words = ("patient.py", "data", "--network", "cnn", "--epochs", "2", "--batch_size", "6", "-g", "2")
+    more = ("--workers", "1", "--sampling", "uniform", "--cache", cache, "--disk", "tier?capacity=50MB")
+    for out, is_warm in (("first", False), ("second", True)):
+        done = launch(*words, *more, "--out", out, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr + (tmp_path / out / "output.log").read_text()[-3000:]
+        names = ("samples", "hits", "misses", "disk_hits", "origin_reads", "disk_errors")
+        total = {name: sum(row[name] for row in rows(tmp_path / out)) for name in names}
+        assert total["samples"] == total["hits"] + total["misses"] == 2 * 48
+        assert total["misses"] == total["origin_reads"]
+        assert total["disk_errors"] == 0
+        assert (total["misses"] == 0) if is_warm else (total["misses"] >= 48)
+        assert total["disk_hits"] == total["hits"] if cache == "none" else 0 < total["disk_hits"] <= total["hits"]
+        logged = (tmp_path / out / "train.log").read_text().splitlines()
+        assert sum(line.startswith("hitting ") for line in logged) == total["hits"]
+    assert f"disk://{tmp_path}/tier?capacity=50MB" in (tmp_path / "second" / "run.json").read_text()
+
+
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_disk_without_a_capacity_is_refused(root: str, tmp_path: Path) -> None:
     for disk in (f"{tmp_path}/tier", "redis://host:1", f"disk://{tmp_path}/tier"):
-        with pytest.raises(ConfigError, match=r"write disk='/nvme/shade\?capacity=500GiB'"):
+        with pytest.raises(ConfigError, match=r"write /nvme/shade\?capacity=500GiB"):
             ShadeDataset(ImageFolder(root), cache=None, disk=disk)
     ShadeDataset(ImageFolder(root), cache=None, disk=f"{tmp_path}/tier?capacity=500GiB").close()
 

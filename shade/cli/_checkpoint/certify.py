@@ -160,6 +160,7 @@ def _replay_of(config: RunConfig, start: Snapshot, last_step: int, out: Path) ->
         # The original run may still hold its own port.
         master_port=free_port(),
         cache="none",
+        disk=None,
         steps=last_step,
         resume=True,
         checkpoint=None,

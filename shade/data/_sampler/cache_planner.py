@@ -181,6 +181,8 @@ class CachePlanner:
 
     def begin_epoch(self, plan: EpochPlan, above: SampleCache | None = None) -> None:
         """Plans an epoch; `settle` comes first. ``above`` is the faster cache in front of this one."""
+        if self._disk is not None:
+            plan = dataclasses.replace(plan, has_tier_below=True)
         if self.sharing is not None:
             self.sharing.begin_epoch(plan)
         if not self._cache.residency.is_shared and self._is_one_store:
@@ -304,7 +306,7 @@ def _plan_below(above: SampleCache, plan: EpochPlan) -> EpochPlan:
         return dataclasses.replace(plan, next_order_K=None)
     if above.policy is None or above.residency.is_shared:
         return plan
-    return dataclasses.replace(plan, held_above_N=above.policy.resident_at_end())
+    return dataclasses.replace(plan, held_above_N=above.policy.resident_at_end(), has_tier_below=False)
 
 
 _MAX_SERVERS = 62

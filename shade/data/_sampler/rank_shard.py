@@ -1,5 +1,6 @@
 """Deals an epoch's global order to one rank (`RankShard`), iterates over its part, and saves the draw. `ShuffleWindow`
-brings the order of shards into one in which blocks are read once.
+brings the order of shards into one in which blocks are read once. `SharedDraws` has the ranks of a machine hold a large
+draw once.
 
 The arithmetic is `shade.sampling.shards`; the shard adds one sampler's numbers, and remembers what was dealt otherwise
 than by position (`Locality`).
@@ -23,10 +24,16 @@ Invariant: an iterator that was set to n returns index n of this rank's epoch ne
 from __future__ import annotations
 
 import contextlib
+import glob
+import json
+import logging
+import os
 import secrets
+import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,15 +43,21 @@ import xxhash
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shade.errors import ConfigError
+from shade.process import enter_folder, exclusive_lock, leave_folder, remove_unused, replacing
 from shade.sampling.base import Draw, Purpose, Receipt, generator, parts, picked
 from shade.sampling.receipt import measure
 from shade.sampling.shards import num_steps, rank_positions, rank_slice
 from shade.sampling.window import windowed
 from shade.types import Floats, Indices, Order
 
+logger = logging.getLogger("shade.data")
+
 DEALT_STEPS = 128
 """How many steps back the shard remembers what was dealt."""
 _NAME_BYTES = 8
+_MEMORY = "/dev/shm"
+_DRAW_BYTES = 8
+"""Bytes a sample of a draw, at most: its place in the order, and its weight."""
 
 
 def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tuple[int, int, bool]:
@@ -263,6 +276,98 @@ class ShuffleWindow:
         """Says that a step is handed out, and how many steps this rank's loop has got."""
         used = (num_got - _APART_STEPS) * self._global_batch
         self._blocks.reach((step + 1) * self._global_batch, used)
+
+
+class SharedDraws:
+    """The draws of a large set, which one rank of a machine makes and the others map: a machine holds each once.
+
+    A draw is a folder in ``/dev/shm``. Its name says what the draw follows from beside the settings: the epoch, the
+    scores, the residents and the history of validation. So no rank waits for a certain other one, which might never
+    draw: the first rank that wants a draw makes it behind a lock. A rank that has dropped a draw removes the folder;
+    what others have mapped stays, and a rank that finds none makes it again, the same. Collective.
+
+    Args:
+        num_samples: N.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        stem = f"{_MEMORY}/shade-{os.getuid()}-draws-"
+        for path in glob.glob(f"{glob.escape(stem)}*"):
+            remove_unused(path)  # of jobs that were killed
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
+        self._folder = f"{stem}{agreed_name(group)}"
+        self._is_usable = self._has_room(2 * _DRAW_BYTES * num_samples)
+        if self._is_usable:
+            enter_folder(self._folder)
+            weakref.finalize(self, leave_folder, self._folder, os.getpid())
+
+    @staticmethod
+    def _has_room(wanted_bytes: int) -> bool:
+        free_bytes = shutil.disk_usage(_MEMORY).free if os.path.isdir(_MEMORY) else 0
+        if free_bytes < wanted_bytes:
+            logger.warning(
+                "expected %d MiB of shared memory for two epochs' draws, got %d MiB free in %s; each rank keeps "
+                "draws of its own; in a container: --shm-size",
+                wanted_bytes >> 20,
+                free_bytes >> 20,
+                _MEMORY,
+            )
+        return free_bytes >= wanted_bytes
+
+    def of(self, epoch: int, causes: Iterable[object], make: Callable[[], Draw]) -> Draw:
+        """Returns a draw, which this rank makes if no other one has.
+
+        Args:
+            epoch: The epoch that is drawn.
+            causes: What the draw follows from, the same on every rank: arrays, numbers, None.
+            make: Draws.
+
+        Returns:
+            The draw, its arrays read-only.
+        """
+        if not self._is_usable:
+            return make()
+        digest = xxhash.xxh3_64()
+        for cause in causes:
+            digest.update(b"|")
+            digest.update(cause.tobytes() if isinstance(cause, np.ndarray) else repr(cause).encode())
+        place = Path(self._folder, f"{epoch}-{digest.hexdigest()}")
+        with exclusive_lock(f"{place}.lock"):
+            with contextlib.suppress(FileNotFoundError):  # not drawn yet, or a rank that is ahead is removing it
+                return self._mapped(epoch, place)
+            draw = make()
+            try:
+                with replacing(place) as beside:
+                    self._write(draw, beside)
+                del draw
+                return self._mapped(epoch, place)
+            except OSError as error:
+                logger.warning("%s takes no draw (%s); this rank keeps its own", place, error)
+        return make()
+
+    @staticmethod
+    def _write(draw: Draw, folder: Path) -> None:
+        folder.mkdir()
+        np.save(folder / "order.npy", draw.order_K)
+        if draw.weight_N is not None:
+            np.save(folder / "weight.npy", draw.weight_N)
+        described = {"has_weights": draw.weight_N is not None, "receipt": vars(draw.receipt)}
+        (folder / "draw.json").write_text(json.dumps(described))
+
+    @staticmethod
+    def _mapped(epoch: int, folder: Path) -> Draw:
+        described = json.loads((folder / "draw.json").read_text())
+        order_K = np.asarray(np.load(folder / "order.npy", mmap_mode="r"))
+        weight_N = np.asarray(np.load(folder / "weight.npy", mmap_mode="r")) if described["has_weights"] else None
+        draw = Draw(epoch, order_K, weight_N, Receipt(**described["receipt"]))
+        weakref.finalize(draw, _forget, folder, os.getpid()).atexit = False
+        return draw
+
+
+def _forget(folder: Path, process: int) -> None:
+    if process == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class SavedDraws:

@@ -35,6 +35,7 @@ from shade.data._sampler.rank_shard import (
     RankShard,
     SamplerIterator,
     SavedDraws,
+    SharedDraws,
     ShuffleWindow,
     check_order,
     check_place,
@@ -155,9 +156,9 @@ class ShadeSampler(DistributedSampler[int]):
             raise ConfigError.of(
                 "a ShadeDataset with a cache, to follow one stream", type(dataset).__name__, "give it one"
             )
-        self._window = (
-            None if shuffle_window is None else self._opened_window(dataset, shuffle_window, cache, distributed)
-        )
+        joined = distributed and self.num_replicas > 1
+        self._window = None if shuffle_window is None else self._opened_window(dataset, shuffle_window, cache, joined)
+        self._shared = SharedDraws(self.num_samples) if joined and is_large(self.num_samples) else None
         self._last_epoch = None if epochs is None else epochs - 1
         self.epoch = 0
         self._draws: dict[int, Draw] = {}
@@ -190,11 +191,10 @@ class ShadeSampler(DistributedSampler[int]):
                 f"num_replicas equal to the world size {dist.get_world_size()}", self.num_replicas, "leave it out"
             )
 
-    def _opened_window(self, dataset: Any, window: int, cache: SampleCache | None, distributed: bool) -> ShuffleWindow:
+    def _opened_window(self, dataset: Any, window: int, cache: SampleCache | None, joined: bool) -> ShuffleWindow:
         if not self.shuffle:
             raise ConfigError.of("shuffle=True with a shuffle_window", False, "leave one of the two out")
         count = None if cache is None else cache.for_thread(_READ_AHEAD).count_origin
-        joined = distributed and self.num_replicas > 1
         return ShuffleWindow(dataset, window, self.seed, self.global_batch, is_distributed=joined, count=count)
 
     # ── the calls of a training loop ────────────────────────────────────────────────────────────────────────────────
@@ -485,26 +485,25 @@ class ShadeSampler(DistributedSampler[int]):
     def _draw(self, epoch: int) -> Draw:
         """Returns the draw of an epoch; made at most once, on every rank from the same scores."""
         if epoch not in self._draws:
-            followed = self._draw_of_leader(epoch)
-            draw = followed or self._mode.draw(
-                epoch,
-                self._scores(),
-                resident_N=None if self._planner is None else self._planner.resident_N,
-                validation=Validation(tuple(self._accuracies)),
-            )
-            if self._window is not None and followed is None:
-                draw = self._window.ordered(draw)
-            if not self.shuffle:
-                draw = Draw(draw.epoch, np.sort(draw.order_K), draw.weight_N, draw.receipt)
-            if followed is None and self._planner is not None:
+            found = None if self._planner is None else self._planner.draw_of_leader(epoch)
+            if found is not None:  # of the job whose stream this one takes
+                self._draws[epoch] = draw_from(epoch, *found, num_samples=self.num_samples)
+                return self._draws[epoch]
+            draw = self._draws[epoch] = self._own_draw(epoch)
+            if self._planner is not None:
                 self._planner.publish_draw(epoch, draw.order_K, draw.weight_N)
-            self._draws[epoch] = draw
         return self._draws[epoch]
 
-    def _draw_of_leader(self, epoch: int) -> Draw | None:
-        """Returns the draw of the job whose stream this one takes; None if it draws for itself."""
-        found = None if self._planner is None else self._planner.draw_of_leader(epoch)
-        return None if found is None else draw_from(epoch, *found, num_samples=self.num_samples)
+    def _own_draw(self, epoch: int) -> Draw:
+        scores, resident_N = self._scores(), None if self._planner is None else self._planner.resident_N
+
+        def make() -> Draw:
+            draw = self._mode.draw(epoch, scores, resident_N=resident_N, validation=Validation(tuple(self._accuracies)))
+            draw = draw if self._window is None else self._window.ordered(draw)
+            return draw if self.shuffle else Draw(draw.epoch, np.sort(draw.order_K), draw.weight_N, draw.receipt)
+
+        causes = (resident_N, self._accuracies, *(() if scores is None else (scores.score_N, scores.seen_N)))
+        return make() if self._shared is None else self._shared.of(epoch, causes, make)
 
     def _scores(self) -> Scores | None:
         self._merger.flush()
@@ -596,5 +595,6 @@ class ShadeSampler(DistributedSampler[int]):
     def close(self) -> None:
         """Ends the merging thread, and leaves the cache to other jobs. Safe to call twice."""
         self._merger.close()
+        self._shared = None
         if self._planner is not None:
             self._planner.close()

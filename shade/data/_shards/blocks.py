@@ -41,6 +41,7 @@ import xxhash
 
 from shade.cache.entry import FORMAT_ITEM, HEADER_BYTES, seal, unseal
 from shade.errors import ConfigError, CorruptEntryError, StoreError
+from shade.process import enter_folder, leave_folder, remove_unused
 from shade.sampling.window import BlockUses, block_uses
 from shade.store import StoreURL, open_store
 from shade.store.keys import SampleKeys
@@ -221,7 +222,7 @@ def memory_tier(namespace: str, owner: str, num_samples: int, payload_bytes: flo
     """
     stem = f"{_MEMORY}/shade-{os.getuid()}-window-"
     for path in glob.glob(f"{glob.escape(stem)}*"):
-        _remove_unused(path)
+        remove_unused(path)
     wanted_bytes = int(2 * num_samples * (payload_bytes + 1024))
     free_bytes = shutil.disk_usage(_MEMORY).free if os.path.isdir(_MEMORY) else 0
     if free_bytes < wanted_bytes // 2:
@@ -231,47 +232,11 @@ def memory_tier(namespace: str, owner: str, num_samples: int, payload_bytes: flo
             "give the Shards a disk=, or choose a smaller shuffle_window; in a container: --shm-size",
         )
     folder = f"{stem}{owner}"
-    users = _entered(folder)
+    enter_folder(folder)
     url = StoreURL.parse(f"disk://{quote(folder)}?capacity={min(wanted_bytes, free_bytes)}")
     tier = BlockTier(url, namespace, num_samples, payload_bytes)
-    tier.leave = weakref.finalize(tier, _leave, folder, users, os.getpid())
+    tier.leave = weakref.finalize(tier, leave_folder, folder, os.getpid())
     return tier
-
-
-_entered_folders: Final = set[str]()
-"""Those that this process uses. Its own locks do not keep it from removing them."""
-
-
-def _entered(folder: str) -> int:
-    """Makes a folder that a lock of this process keeps, and returns the lock's file. Children do not inherit it."""
-    _entered_folders.add(folder)
-    while True:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        users = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.lockf(users, fcntl.LOCK_SH)
-        if os.fstat(users).st_nlink:  # else another process removed it before it was locked
-            return users
-        os.close(users)
-
-
-def _leave(folder: str, users: int, process: int) -> None:
-    if process == os.getpid():
-        os.close(users)
-        _entered_folders.discard(folder)
-        _remove_unused(folder)
-
-
-def _remove_unused(folder: str) -> None:
-    """Removes the folder of a tier in memory, unless a process uses it."""
-    if folder in _entered_folders:
-        return
-    with contextlib.suppress(OSError):
-        users = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.lockf(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(users)
 
 
 _UNKNOWN, _COMING, _HERE, _CAME = range(4)

@@ -67,6 +67,7 @@ def main(session: TrainSession) -> None:
     dataset = ShadeDataset(
         ImageFolder(config.train_paths[0]),
         cache=config.cache_url,
+        disk=config.disk,
         working_set_fraction=config.working_set_fraction,
         policy=config.policy,
         transform=view,

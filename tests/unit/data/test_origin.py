@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 
+from shade.data._dataset import origin as origin_module
 from shade.data._dataset.origin import PARALLEL_SECONDS, FileOrigin
 
 
@@ -52,12 +55,19 @@ def test_contents_come_in_order_and_errors_in_their_place(paths: list[str]) -> N
         origin.close()
 
 
-def test_a_fast_disk_is_read_without_threads(paths: list[str]) -> None:
+@pytest.mark.parametrize(("seconds", "in_threads"), [(PARALLEL_SECONDS / 10, False), (2 * PARALLEL_SECONDS, True)])
+def test_only_an_origin_that_waits_is_read_by_threads(
+    paths: list[str], seconds: float, in_threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    clock = types.SimpleNamespace(perf_counter=lambda: seconds * next(ticks), monotonic=time.monotonic)
+    monkeypatch.setattr(origin_module, "time", clock)  # so each read takes this long, however busy the machine is
+    before = set(threading.enumerate())
     origin = FileOrigin()
     for _ in range(5):
-        origin.read_many(paths)
-    if origin._mean_seconds < PARALLEL_SECONDS:  # unless this disk is a slow one
-        assert not any(thread.name.startswith("shade-origin") for thread in threading.enumerate())
+        assert origin.read_many(paths) == [b"%d" % number * 1000 for number in range(len(paths))]
+    started = {thread for thread in threading.enumerate() if thread.name.startswith("shade-origin")} - before
+    assert bool(started) == in_threads
     origin.close()
 
 

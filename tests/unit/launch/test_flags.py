@@ -36,6 +36,7 @@ BOTH_SPELLINGS = [
     ("on_bad_sample", "skip", ["--on-bad-sample", "--on_bad_sample"]),
     ("sampling", "pads", ["--sampling"]),
     ("cache", "none", ["--cache"]),
+    ("disk", "/nvme/shade?capacity=1GB", ["--disk"]),
     ("policy", "lru", ["--policy"]),
     ("workers", 0, ["--workers"]),
     ("seed", 7, ["--seed"]),

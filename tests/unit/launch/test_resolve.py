@@ -101,6 +101,17 @@ def test_the_environment_names_a_cache_and_flags_beat_it(here: Path, monkeypatch
     assert come_to("s.py data --cache none", here)[1] == "none"
 
 
+def test_a_disk_is_this_machines_folder_and_a_resumed_run_keeps_it(here: Path) -> None:
+    config, url = come_to("s.py data --out run --disk tier?capacity=1GB", here)
+    assert (config.disk, url) == (f"disk://{here}/tier?capacity=1GB", "local://")
+    Path(config.out).mkdir()
+    config.save()
+    assert come_to("--resume run", here)[0].disk == config.disk
+    other, _ = come_to("--resume run --cache none --disk disk:///nvme/x?capacity=2GB", here)
+    assert (other.disk, other.cache, other.has_cache) == ("disk:///nvme/x?capacity=2GB", "none", True)
+    assert not come_to("s.py data --cache none", here)[0].has_cache
+
+
 def test_a_password_reaches_the_url_and_not_the_plan(here: Path) -> None:
     config, url = come_to("s.py data --cache redis://me:s3cret@10.0.0.7", here)
     assert url == "redis://me:s3cret@10.0.0.7"
@@ -128,6 +139,8 @@ def test_a_password_reaches_the_url_and_not_the_plan(here: Path) -> None:
         "s.py data -rep 3 --sampling uniform",
         "s.py data --cache none --host_ip h",
         "s.py data --cache nonsense",
+        "s.py data --disk tier",
+        "s.py data --disk redis://h?capacity=1GB",
         "s.py data --cache rediss+tls://h",
         "s.py data --host_ip h --port_num PORT",
         "--resume",

@@ -32,7 +32,7 @@ def walk(trace: Trace, memory_bytes: int, disk_bytes: int, *, planned_together: 
     served = Served()
     for epoch, order_K in enumerate(trace.orders):
         following = trace.orders[epoch + 1] if epoch + 1 < trace.num_epochs else EMPTY
-        memory.begin_epoch(EpochPlan(epoch, order_K, following))
+        memory.begin_epoch(EpochPlan(epoch, order_K, following, has_tier_below=planned_together))
         held_N = memory.resident_at_end() if planned_together else None
         disk.begin_epoch(EpochPlan(epoch, order_K, following, held_above_N=held_N))
         for start in range(0, len(order_K), trace.global_batch):
@@ -56,11 +56,11 @@ def sizes_of(kind: str) -> np.ndarray:
     return np.random.default_rng(5).lognormal(9, 0.6, N).astype(np.int64) + 1
 
 
-@pytest.mark.parametrize("kind", ["equal", "mixed"])
-@pytest.mark.parametrize(("keep", "excess"), [(1.0, 0.0), (0.7, 0.02), (0.5, 0.03)])
+@pytest.mark.parametrize(("kind", "rest"), [("equal", 0.0), ("mixed", 0.0005)])  # room in which no sample fits
+@pytest.mark.parametrize(("keep", "excess"), [(1.0, 0.0), (0.7, 0.005), (0.5, 0.005)])
 @pytest.mark.parametrize(("memory", "disk"), [(0.1, 0.2), (0.2, 0.4), (0.05, 0.6)])
 def test_two_tiers_read_what_one_cache_of_both_sizes_reads(
-    kind: str, keep: float, excess: float, memory: float, disk: float
+    kind: str, rest: float, keep: float, excess: float, memory: float, disk: float
 ) -> None:
     trace = inclusion_trace(N, keep, 10, 3, sizes_of(kind))
     memory_bytes, disk_bytes = int(memory * trace.data_set_bytes), int(disk * trace.data_set_bytes)
@@ -70,8 +70,8 @@ def test_two_tiers_read_what_one_cache_of_both_sizes_reads(
         int(simulate(trace, "plan", capacity).origin_bytes[2:].sum())
         for capacity in (memory_bytes + disk_bytes, memory_bytes)
     )
-    assert served.origin <= one + excess * used
-    assert served.memory == used - alone  # the disk below takes nothing from memory
+    assert served.origin <= one + (excess + rest) * used
+    assert abs(served.memory - (used - alone)) <= rest * used  # the disk below takes nothing from memory
     assert walk(trace, memory_bytes, disk_bytes, planned_together=False).origin > served.origin
 
 
@@ -80,7 +80,7 @@ def test_what_memory_holds_fills_the_room_that_is_left() -> None:
     memory, disk = PlanPolicy(trace.size_bytes_N, 2000), PlanPolicy(trace.size_bytes_N, 10_000)
     for epoch in range(2):
         plan = EpochPlan(epoch, trace.orders[epoch], trace.orders[epoch + 1])
-        memory.begin_epoch(plan)
+        memory.begin_epoch(replace(plan, has_tier_below=True))
         disk.begin_epoch(replace(plan, held_above_N=memory.resident_at_end()))
         memory.access_many(trace.orders[epoch])
         disk.access_many(trace.orders[epoch])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -139,6 +140,34 @@ def test_swapped_entries_are_missing(store: Store, folder: Path) -> None:
     base.close()
     with again(store) as later:
         assert later.get_many(["shade:a", "shade:b", "shade:x"]) == [None, b"B" * 1000, None]
+
+
+def test_an_index_without_its_first_page_begins_anew_while_a_process_has_it_open(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_module, "_LOCK_SECONDS", 0.1)  # for which SQLite waits here
+    assert all(store.set_many(entries(20)))
+    (index,) = folder.glob("*.index")
+    os.truncate(index, 0)
+    with again(store) as other:
+        assert other.get_many(list(entries(20))) == [None] * 20
+        assert all(other.set_many(entries(10)))
+        assert store.get_many(list(entries(10))) == list(entries(10).values()), "and the first process follows"
+
+
+def test_a_job_begins_while_another_writes(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = entries(20)
+    assert all(store.set_many(items))
+    monkeypatch.setattr(disk_module, "_LOCK_SECONDS", 0.1)
+    (index,) = folder.glob("*.index")
+    with contextlib.closing(sqlite3.connect(index, isolation_level=None)) as base, again(store) as other:
+        base.execute("begin immediate")
+        other.ping()
+        assert other.get_many(list(items)) == list(items.values())
+        with pytest.raises(StoreUnavailableError, match="database is locked"):
+            other.set_many({"shade:more": b"m"})
+        base.execute("rollback")
+        assert other.set_many({"shade:more": b"m"}) == [True]
 
 
 @pytest.mark.parametrize("seed", range(12))

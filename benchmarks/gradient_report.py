@@ -90,9 +90,7 @@ def points(lines: Lines, task: str, ranks: int, row: str) -> list[float]:
 def costs(lines: Lines, task: str, ranks: int) -> dict[str, Cost]:
     """Returns the cost of each row that was measured."""
     measured = {
-        line["row"]: line
-        for line in lines
-        if (line["stage"], line["task"], line["ranks"]) == ("bytes", task, ranks)
+        line["row"]: line for line in lines if (line["stage"], line["task"], line["ranks"]) == ("bytes", task, ranks)
     }
     if NONE not in measured:
         return {}
@@ -185,7 +183,9 @@ def _head(first: str, ranks: Iterable[int], *names: str) -> list[str]:
 def _quality(lines: Lines, task: str, ranks: list[int]) -> list[str]:
     found, rows = qualities(lines), []
     for row in ROWS:
-        cells = [_quality_cell(found.get((task, number, row), {}), points(lines, task, number, row)) for number in ranks]
+        cells = [
+            _quality_cell(found.get((task, number, row), {}), points(lines, task, number, row)) for number in ranks
+        ]
         if any(cells):
             rows.append(f"| {ROWS[row].label} | " + " | ".join(cell or "–" for cell in cells) + " |")
     if not rows:
@@ -251,11 +251,12 @@ def _time(lines: Lines, task: str, ranks: list[int], compute: float) -> list[str
     for rate in dict.fromkeys(line["rate"] for line in some):
         rows = []
         for row in ROWS:
-            mine = {
-                number: [line["step_seconds"] for line in some if _is(line, rate, number, row)] for number in ranks
-            }
+            mine = {number: [line["step_seconds"] for line in some if _is(line, rate, number, row)] for number in ranks}
             if any(mine.values()):
-                cells = [_time_cell(seconds, costs(lines, task, number).get(row), compute, rate) for number, seconds in mine.items()]
+                cells = [
+                    _time_cell(seconds, costs(lines, task, number).get(row), compute, rate)
+                    for number, seconds in mine.items()
+                ]
                 rows.append(f"| {ROWS[row].label} | " + " | ".join(cells) + " |")
         found += [*_head(f"{rate}: s a step, spread, measured / computed", ranks), *rows, ""]
     return found
@@ -288,7 +289,9 @@ def plot(lines: Lines, compute: float, path: Path) -> None:
     some = [line for line in lines if line["stage"] == "bytes"]
     tasks, ranks = list(dict.fromkeys(line["task"] for line in some)), sorted({line["ranks"] for line in some})
     size = (5 * len(ranks), 4 * len(tasks))
-    figure, axes = pyplot.subplots(len(tasks), len(ranks), figsize=size, squeeze=False, layout="constrained", sharey=True)
+    figure, axes = pyplot.subplots(
+        len(tasks), len(ranks), figsize=size, squeeze=False, layout="constrained", sharey=True
+    )
     bandwidths = [SLOWEST * 10 ** (place / 20) for place in range(81)]
     for (y, task), (x, number) in product(enumerate(tasks), enumerate(ranks)):
         axis, may = axes[y][x], candidates(lines, task, number)

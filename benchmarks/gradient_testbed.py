@@ -110,9 +110,7 @@ def pick(rows: Rows, kind: str) -> Rows:
     return [row for row in rows if row["kind"] == kind]
 
 
-def _train(
-    namespace: str, rank: int, num_ranks: int, writing: int, complaint: IO[str], flags: tuple[str, ...]
-) -> None:
+def _train(namespace: str, rank: int, num_ranks: int, writing: int, complaint: IO[str], flags: tuple[str, ...]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.alarm(PATIENCE_SECONDS)
     os.dup2(os.open(os.devnull, os.O_WRONLY) if rank else writing, 1)

@@ -6,7 +6,7 @@ Started once per rank, by torchrun or by hand with RANK, WORLD_SIZE, MASTER_ADDR
 
 Rank 0 prints to stdout, one object a line:
 
-    setup   what is trained: parameters, the share of them without a gradient, FLOPs of a rank's step, settings, versions
+    setup   what is trained: parameters, the share of them without a gradient, FLOPs of one rank's step, settings
     played  with --played: `seconds` of forward and backward
     step    loss of rank 0's batch, and what all steps up to here took: `seconds`, `cpu_seconds` of rank 0's process,
             `bytes_sent`, `bytes_received`

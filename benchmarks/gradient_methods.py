@@ -152,7 +152,8 @@ class LatePowerSGD(Method):
     """PowerSGD with the engine's staleness: a step applies the gradient of the step before it.
 
     The hook is torch's own. It takes a bucket and returns a future; that of one step is waited for in the next.
-    Compressing begins on the training thread, and what follows an all-reduce runs on gloo's threads.
+    A gradient is applied at the rate of its own step. Compressing begins on the training thread, and what follows an
+    all-reduce runs on gloo's threads.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -168,7 +169,6 @@ class LatePowerSGD(Method):
         self.settle()
         self.on_its_way = powerSGD_hook.powerSGD_hook(self.state, bucket)  # type: ignore[arg-type]
         self.sent = bucket
-        self.scheduler.step()
 
     def settle(self) -> None:
         if self.on_its_way is None:
@@ -178,6 +178,7 @@ class LatePowerSGD(Method):
         for parameter, gradient in zip(self.parameters, self.sent.gradients(), strict=True):
             parameter.grad = gradient
         self.optimizer.step()
+        self.scheduler.step()
         self.optimizer.zero_grad()
 
 

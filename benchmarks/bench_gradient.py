@@ -6,13 +6,13 @@ Question
 
 Rows
     No exchange (each rank trains alone on its part of the data; rank 0's model is judged); DDP; its bf16 hook; its
-    PowerSGD hook, rank 4; DiLoCo as torchft has it, with H = 4, which makes 100 outer steps here, and with H = 20, which
+    PowerSGD hook, rank 4; DiLoCo as torchft has it, with H = 4, which makes 100 outer steps here, and H = 20, which
     makes 20; `GradientEngine`. Two effects are rows of their own: the engine with and without a step of staleness, and
     PowerSGD with and without one. PowerSGD one step late is torch's hook outside of DDP; no library has it, so it is
     never the right choice (`gradient_methods`, `gradient_report.ROWS`).
 
 Tasks
-    Letters of typefaces and bytes of text that no training sees (`gradient_tasks`). The quality is the share of letters,
+    Letters of typefaces and bytes of text that no training sees (`gradient_tasks`). Quality is the share of letters,
     or next bytes, that are right, in %; a point is one of them. Each task has a narrow network, on which quality is
     measured, and a wide one of the same kind with 11 M parameters, on which bytes, CPU time and seconds are: eight
     trainings of the wide one at once take hours on two cores. Whether quality is the same on the wide one is not shown.
@@ -23,7 +23,8 @@ Stages
     bytes    The wide network, one process a rank, no limit on the link; forward and backward are played: gradients of
              real steps, handed out in 0.1 s without using the processor (`gradient_played`), as an accelerator would.
              Bytes are those that rank 0's network interface has counted, per step, sent or received, whichever is more;
-             CPU time is that of rank 0's process, less that of the row without exchange. Neither depends on the load.
+             CPU time is that of rank 0's process, less that of the row without exchange. Bytes do not depend on the load;
+             CPU time does a little, where others use the caches.
     quality  Real trainings, one process a rank over gloo, 400 steps, the same global batch for every W, so the same
              number of samples. Warm-up over a tenth, then a cosine to 0. The last step is judged, no best-of. A seed
              fixes initial weights and the order of samples, so differences to DDP are paired.
@@ -33,7 +34,7 @@ Stages
              the formula, which supposes a core a rank.
 
 The rule, written before the first result
-    1. A step takes  (1 − h) c + max(h c, x + 8 b / B)  seconds: c compute (0.1), x own CPU time, b bytes, B bandwidth in
+    1. A step takes (1 − h) c + max(h c, x + 8 b / B) seconds: c compute (0.1), x own CPU time, b bytes, B bandwidth in
        bits per second, h the share of the compute beside which the exchange may run: 1 one step late; 2/3, the backward
        pass, for DDP and the engine, which send buckets as they fill; 0 for PowerSGD, which waits for one bucket, and
        for DiLoCo, whose b and x are the mean over H steps. This is generous to DDP (it supposes perfect overlap) and
@@ -116,7 +117,8 @@ WHOLE = Plan(
 )
 QUICK = Plan(
     {"made": Task("gpt", "gpt", 8, (1e-3, 1e-3, 1e-3))},
-    (2,), (NONE, BASE, "powersgd late", "diloco 4", "engine"), seeds=1, steps=8, samples=64, rates=("100mbit",), rounds=1,
+    (2,), (NONE, BASE, "powersgd late", "diloco 4", "engine"), seeds=1, steps=8, samples=64,
+    rates=("100mbit",), rounds=1,
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ Stages
     bytes    The wide network, one process a rank, no limit on the link; forward and backward are played: gradients of
              real steps, handed out in 0.1 s without using the processor (`gradient_played`), as an accelerator would.
              Bytes are those that rank 0's network interface has counted, per step, sent or received, whichever is more;
-             CPU time is that of rank 0's process, less that of the row without exchange. Bytes do not depend on the load;
+             CPU time is that of rank 0's process, less that of the row without exchange. Bytes do not depend on load;
              CPU time does a little, where others use the caches.
     quality  Real trainings, one process a rank over gloo, 400 steps, the same global batch for every W, so the same
              number of samples. Warm-up over a tenth, then a cosine to 0. The last step is judged, no best-of. A seed
@@ -38,7 +38,10 @@ The rule, written before the first result
        bits per second, h the share of the compute beside which the exchange may run: 1 one step late; 2/3, the backward
        pass, for DDP and the engine, which send buckets as they fill; 0 for PowerSGD, which waits for one bucket, and
        for DiLoCo, whose b and x are the mean over H steps. This is generous to DDP (it supposes perfect overlap) and
-       hard on the rows that are late (it supposes that x and the link never overlap).
+       hard on the rows that are late (it supposes that x and the link never overlap). x counts for the engine only,
+       whose kernels need a processor; the others' work is an accelerator's. (This sentence was added when bytes of
+       one network were known and no quality was. Without it DDP's copies through gloo would keep it from ever being
+       right below 73 Gbit/s; it is against our rows.)
     2. A row may be the right choice for (task, W) if its quality is at most 1 point below DDP's, the mean over seeds.
     3. Of those that take at most 1.05 of the shortest time, the plainest is right: the first in the order of the rows.
     4. A crossing point is a bandwidth at which the right choice changes, from 1 Mbit/s to 100 Gbit/s. It moves in

@@ -24,6 +24,8 @@ class Row(NamedTuple):
     hidden: float
     """Share of a step's compute beside which the exchange may run: 1 if it is one step late, 2/3, the backward pass, if
     it goes in buckets, 0 if it begins after it."""
+    on_processor: bool = False
+    """Whether its own work needs a processor; else an accelerator does it, and a step's time leaves it out."""
     is_offered: bool = True
     """Whether a library has it; else it only separates two effects, and is never the right choice."""
 
@@ -38,9 +40,11 @@ ROWS = {
     "powersgd late": Row("PowerSGD rank 4, one step late", ("--method", "powersgd4-late"), 1, is_offered=False),
     "diloco 4": Row("DiLoCo, bf16, H = 4", ("--method", "diloco-bf16", "--inner-steps", "4"), 0),
     "diloco 20": Row("DiLoCo, bf16, H = 20", ("--method", "diloco-bf16", "--inner-steps", "20"), 0),
-    "engine now": Row("shade, engine, 3 %, not late", (*_SPARSE, "--density", "0.03", "--staleness", "0"), 2 / 3),
-    "engine": Row("shade, engine, 3 %, one step late", (*_SPARSE, "--density", "0.03", "--staleness", "1"), 1),
-    "engine 1 %": Row("shade, engine, 1 %, one step late", (*_SPARSE, "--density", "0.01", "--staleness", "1"), 1),
+    "engine now": Row("shade, engine, 3 %, not late", (*_SPARSE, "--density", "0.03", "--staleness", "0"), 2 / 3, True),
+    "engine": Row("shade, engine, 3 %, one step late", (*_SPARSE, "--density", "0.03", "--staleness", "1"), 1, True),
+    "engine 1 %": Row(
+        "shade, engine, 1 %, one step late", (*_SPARSE, "--density", "0.01", "--staleness", "1"), 1, True
+    ),
 }
 """In the order in which one of several that are about as fast is the right choice: the plainest first."""
 LEAST_POINTS = 1.0
@@ -87,8 +91,8 @@ def points(lines: Lines, task: str, ranks: int, row: str) -> list[float]:
     return [100 * (mine[seed]["accuracy"] - base[seed]["accuracy"]) for seed in sorted(mine.keys() & base.keys())]
 
 
-def costs(lines: Lines, task: str, ranks: int) -> dict[str, Cost]:
-    """Returns the cost of each row that was measured."""
+def costs(lines: Lines, task: str, ranks: int, on_accelerator: bool = True) -> dict[str, Cost]:
+    """Returns the cost of each row that was measured; an accelerator takes over own work that needs no processor."""
     measured = {
         line["row"]: line for line in lines if (line["stage"], line["task"], line["ranks"]) == ("bytes", task, ranks)
     }
@@ -98,7 +102,7 @@ def costs(lines: Lines, task: str, ranks: int) -> dict[str, Cost]:
     return {
         row: Cost(
             ROWS[row].hidden,
-            max(0.0, line["step_cpu_seconds"] - floor),
+            max(0.0, line["step_cpu_seconds"] - floor) if ROWS[row].on_processor or not on_accelerator else 0.0,
             max(line["step_bytes_sent"], line["step_bytes_received"]),
         )
         for row, line in measured.items()
@@ -216,7 +220,7 @@ def _quality_cell(by_seed: dict[int, dict[str, Any]], above: list[float]) -> str
 
 
 def _costs(lines: Lines, task: str, ranks: list[int]) -> list[str]:
-    by_ranks = {number: costs(lines, task, number) for number in ranks}
+    by_ranks = {number: costs(lines, task, number, on_accelerator=False) for number in ranks}
     rows = []
     for row in ROWS:
         mine = [by_ranks[number].get(row) for number in ranks]
@@ -231,16 +235,25 @@ def _costs(lines: Lines, task: str, ranks: list[int]) -> list[str]:
 def _choices(lines: Lines, task: str, ranks: list[int], compute: float) -> list[str]:
     rows = []
     for number in ranks:
-        if of := candidates(lines, task, number):
-            told = []
-            for low, high, row in ranges(of, compute):
-                place = f"{spell(low)} to {spell(high)}" if low > SLOWEST else f"up to {spell(high)}"
-                told.append(f"{place if high < FASTEST else f'from {spell(low)}'}: {ROWS[row].label}")
-            rows.append(f"| {number} | " + "; ".join(told) + " |")
+        offered = {
+            row: cost for row, cost in costs(lines, task, number).items() if row != NONE and ROWS[row].is_offered
+        }
+        if offered:
+            told = [_ranges_cell(of, compute) for of in (offered, candidates(lines, task, number))]
+            rows.append(f"| {number} | {told[0]} | {told[1]} |")
     if not rows:
         return []
-    head = ["| W | right choice by bandwidth of each rank |", "|---|---|"]
-    return [f"### Right choice, computed, for {compute:g} s of compute a step", "", *head, *rows, ""]
+    head = ["| W | shortest time, whatever the quality | right choice |", "|---|---|---|"]
+    note = "By bandwidth of each rank. –: no row's quality is measured."
+    return [f"### Right choice, computed, for {compute:g} s of compute a step", "", *head, *rows, "", note, ""]
+
+
+def _ranges_cell(of: dict[str, Cost], compute: float) -> str:
+    told = []
+    for low, high, row in ranges(of, compute) if of else ():
+        place = f"{spell(low)} to {spell(high)}" if low > SLOWEST else f"up to {spell(high)}"
+        told.append(f"{place if high < FASTEST else f'from {spell(low)}'}: {ROWS[row].label}")
+    return "; ".join(told) or "–"
 
 
 def _time(lines: Lines, task: str, ranks: list[int], compute: float) -> list[str]:
@@ -254,7 +267,7 @@ def _time(lines: Lines, task: str, ranks: list[int], compute: float) -> list[str
             mine = {number: [line["step_seconds"] for line in some if _is(line, rate, number, row)] for number in ranks}
             if any(mine.values()):
                 cells = [
-                    _time_cell(seconds, costs(lines, task, number).get(row), compute, rate)
+                    _time_cell(seconds, costs(lines, task, number, on_accelerator=False).get(row), compute, rate)
                     for number, seconds in mine.items()
                 ]
                 rows.append(f"| {ROWS[row].label} | " + " | ".join(cells) + " |")

@@ -241,8 +241,10 @@ def quality_line(row: str, accuracy: float, seed: int = 0) -> dict[str, Any]:
 def test_a_crossing_point_is_where_two_times_are_equal() -> None:
     from gradient_report import candidates, costs, ranges, right_choice
 
-    lines = [cost_line("none", 0.0), cost_line("ddp", 40e6), cost_line("engine", 1e6, own_seconds=0.04)]
+    lines = [cost_line("none", 0.0), cost_line("ddp", 40e6, 0.03), cost_line("engine", 1e6, 0.04)]
     of = costs(lines, "text", 2)
+    assert (of["ddp"].own_seconds, of["engine"].own_seconds) == (0.0, pytest.approx(0.04)), "as on an accelerator"
+    assert costs(lines, "text", 2, on_accelerator=False)["ddp"].own_seconds == pytest.approx(0.03)
     assert of["ddp"].step_seconds(0.1, 1e9) == pytest.approx(0.1 / 3 + 0.32)
     assert of["engine"].step_seconds(0.1, 1e9) == pytest.approx(0.1), "hidden"
     assert of["engine"].step_seconds(0.1, 1e8) == pytest.approx(0.04 + 0.08)

@@ -141,9 +141,8 @@ def ranges(of: dict[str, Cost], compute: float) -> list[tuple[float, float, str]
 def spell(bandwidth: float) -> str:
     """Writes bits per second with two digits."""
     unit, name = next((unit, name) for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")) if bandwidth >= 0.995 * unit)
-    value = bandwidth / unit
-    digits = max(0, 1 - math.floor(math.log10(value)))
-    return f"{round(value, 1 - math.floor(math.log10(value))):.{digits}f} {name}"
+    value = float(f"{bandwidth / unit:.2g}")
+    return f"{value:.{1 if value < 10 else 0}f} {name}"
 
 
 def table(lines: Lines, compute: float) -> str:

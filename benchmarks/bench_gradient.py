@@ -14,7 +14,7 @@ Rows
 Tasks
     Letters of typefaces and bytes of text that no training sees (`gradient_tasks`). Quality is the share of letters,
     or next bytes, that are right, in %; a point is one of them. Each task has a narrow network, on which quality is
-    measured, and a wide one of the same kind (ResNet-18, a GPT; 11 M parameters), for bytes, CPU time and seconds: eight
+    measured, and a wide one of the same kind (ResNet-18, a GPT; 11 M parameters), for bytes and times: eight
     trainings of the wide one at once take hours on two cores. Whether quality is the same on the wide one is not shown.
 
 Stages
@@ -50,7 +50,7 @@ The rule, written before the first result
        may have more than 1 % of parameters whose gradient is exactly zero in three steps; the table shows the share.
 
 Command
-    python benchmarks/bench_gradient.py                   about 2 hours on two quiet cores; needs root. A run that was
+    python benchmarks/bench_gradient.py                   about 2 hours on two quiet cores (estimated); needs root. One
                                                           stopped continues with the same command
     python benchmarks/bench_gradient.py --minutes 30      the next half hour of it
     python benchmarks/bench_gradient.py --stages tuning bytes quality    all that does not need a quiet machine
@@ -120,7 +120,7 @@ WHOLE = Plan(
 )
 QUICK = Plan(
     {"made": Task("gpt", "gpt", 8, (1e-3, 1e-3, 1e-3))},
-    (2,), (NONE, BASE, "powersgd late", "diloco 4", "engine"), seeds=1, steps=8, samples=64,
+    (2,), (NONE, BASE, "powersgd late", "engine"), seeds=1, steps=8, samples=64,
     rates=("100mbit",), rounds=1,
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -125,6 +126,11 @@ def test_parameters_that_never_learn_are_found() -> None:
     task = Patterns(0, torch.device("cpu"))
     task.model = models.resnet18(weights=None, num_classes=10)
     assert without_gradient(task, num_steps=1, batch_size=2) > 0.6, "ImageNet's stem at 32 pixels"
+
+
+def test_no_network_of_the_committed_table_has_more_than_a_hundredth_that_never_learns() -> None:
+    lines = [json.loads(each) for each in (BENCHMARKS / "results" / "gradient.jsonl").read_text().splitlines()]
+    assert {line["without_gradient"] <= 0.01 for line in lines} == {True}
 
 
 @pytest.mark.usefixtures("benchmarks")

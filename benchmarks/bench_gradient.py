@@ -51,7 +51,7 @@ The rule, written before the first result
 
 Command
     python benchmarks/bench_gradient.py                   about 2 hours on two quiet cores (estimated); needs root. One
-                                                          stopped continues with the same command
+                                                          that was stopped continues with the same command
     python benchmarks/bench_gradient.py --minutes 30      the next half hour of it
     python benchmarks/bench_gradient.py --stages tuning bytes quality    all that does not need a quiet machine
     python benchmarks/bench_gradient.py --report          the table of what there is

@@ -1,352 +1,282 @@
-"""What a slow link costs a training step, and how soon the training is done: ours against what else is in use.
+"""Which way to exchange gradients is right, for how many ranks and which link?
 
 Question
-    Two hosts, 100 or 500 Mbit/s between them. How long is a step with plain DDP, with its bf16 hook, with PowerSGD,
-    with DiLoCo, and with `GradientEngine`? When is the held-out loss where DDP's ends, and is the accuracy the same?
+    W ranks train together, and each has a link of so many bits per second. What does each way to exchange gradients
+    cost in quality, bytes, CPU time and seconds, and from which bandwidth on is another one right?
 
-Method
-    `scripts/testbed` makes two hosts (network namespaces) with a token bucket on either end of each cable; a rank runs
-    on each, with one thread, and the allocator's settings that the launcher gives to ranks. `train_gradient` trains
-    ResNet-18, a small GPT and a ViT (11 M parameters each) on data that they learn, with the same samples, optimizer
-    and schedule for every method (`gradient_methods`, `gradient_tasks`).
+Rows
+    No exchange (each rank trains alone on its part of the data; rank 0's model is judged); DDP; its bf16 hook; its
+    PowerSGD hook, rank 4; DiLoCo as torchft has it, with H = 4, which makes 100 outer steps here, and H = 20, which
+    makes 20; `GradientEngine`. Two effects are rows of their own: the engine with and without a step of staleness, and
+    PowerSGD with and without one. PowerSGD one step late is torch's hook outside of DDP; no library has it, so it is
+    never the right choice (`gradient_methods`, `gradient_report.ROWS`).
 
-    step        Interleaved: every round runs all methods at each rate, in a new random order, so that what else the
-                machine does hits all alike. A run's figure is the mean of all steps but the first four, DiLoCo's over
-                a whole cycle; the table has the median of the rounds. `none` is the floor: the same step without any
-                exchange.
-    beside      The same, the model computing beside the processor, as on an accelerator: forward and backward are
-                played, in the same time for all methods (`gradient_played`). With one core a rank that must do both,
-                whatever a method computes is time lost; this shows what it hides where the model needs no core.
-    bytes       What rank 0's virtual cable has counted, sent and received, per step; not what a method believes.
-    loss        The course of the held-out loss is measured once per method over the whole schedule, with no limit on
-                the link: the methods do not look at the clock, so a link changes when a step ends and not what it
-                computes. That is checked: the losses of the slow runs' steps must be those of the first steps of the
-                long run, and the largest difference is printed (up to the long run's first look: a look brings home
-                what is still under way). Loss against wall time is this course at the measured step times.
-    to loss     Seconds until the held-out loss is, for good, below where DDP stood after half of its steps (½), and
-                after three quarters (¾), where the schedule's last descent begins; nothing: it never is. The last look
-                does not count: it is at more samples.
-    accuracy    After the whole schedule, in points above DDP's, on 4,096 samples that nobody trains on. One course is
-                one draw: two seeds of one method differ by as much as two methods. So DDP and the engine train with
-                further seeds (initial weights and samples), and the engine's row has the mean difference to DDP with
-                the same seed, and each of them. The other rows have that of the one course.
+Tasks
+    Letters of typefaces and bytes of text that no training sees (`gradient_tasks`). Quality is the share of letters,
+    or next bytes, that are right, in %; a point is one of them. Each task has a narrow network, on which quality is
+    measured, and a wide one of the same kind (ResNet-18, a GPT; 11 M parameters), for bytes and times: eight
+    trainings of the wide one at once take hours on two cores. Whether quality is the same on the wide one is not shown.
 
-Bars
-    A step at least 20 times shorter than DDP's at 100 Mbit/s and 8 times at 500, or within 10 % of the floor; accuracy
-    not more than 0.5 points below DDP's at equal steps.
+Stages
+    tuning   On seed 100, with 4 ranks: DDP with three learning rates, then each DiLoCo with three outer rates. The rate
+             with the best quality is used: DDP's by all rows, DiLoCo's by that row. No other row is tuned.
+    bytes    The wide network, one process a rank, no limit on the link; forward and backward are played: gradients of
+             real steps, handed out in 0.1 s without using the processor (`gradient_played`), as an accelerator would.
+             Bytes are those that rank 0's network interface has counted, per step, sent or received, whichever is more;
+             CPU time is that of rank 0's process, less that of the row without exchange. Bytes do not depend on load;
+             CPU time does a little, where others use the caches.
+    quality  Real trainings, one process a rank over gloo, 400 steps, the same global batch for every W, so the same
+             number of samples. Warm-up over a tenth, then a cosine to 0. The last step is judged, no best-of. A seed
+             fixes initial weights and the order of samples, so differences to DDP are paired.
+    time     The same behind links of 100 Mbit/s and 1 Gbit/s (`scripts/testbed`), in rounds, each in a new order. Needs
+             a quiet machine. Eight ranks on two cores have a quarter of a core each: where a row's CPU time times W / 2
+             exceeds 0.1 s, its time is that of this machine, not of eight hosts; the column beside it is the ratio to
+             the formula, which supposes a core a rank.
 
---varying
-    The link follows a trace. One run for each density of a grid, and one whose density the controller sets,
-    interleaved, the trace beginning with the training. Figure: seconds until DDP's loss after three quarters of its
-    steps, as above. Bar: within 10 % of the best density, chosen in hindsight, and ahead of every other.
+The rule, written before the first result
+    1. A step takes (1 − h) c + max(h c, x + 8 b / B) seconds: c compute (0.1), x own CPU time, b bytes, B bandwidth in
+       bits per second, h the share of the compute beside which the exchange may run: 1 one step late; 2/3, the backward
+       pass, for DDP and the engine, which send buckets as they fill; 0 for PowerSGD, which waits for one bucket, and
+       for DiLoCo, whose b and x are the mean over H steps. This is generous to DDP (it supposes perfect overlap) and
+       hard on the rows that are late (it supposes that x and the link never overlap). x counts for the engine only,
+       whose kernels need a processor; the others' work is an accelerator's. (This sentence was added when bytes of
+       one network were known and no quality was. Without it DDP's copies through gloo would keep it from ever being
+       right below 73 Gbit/s; it is against our rows.)
+    2. A row may be the right choice for (task, W) if its quality is at most 1 point below DDP's, the mean over seeds.
+    3. Of those that take at most 1.05 of the shortest time, the plainest is right: the first in the order of the rows.
+    4. A crossing point is a bandwidth at which the right choice changes, from 1 Mbit/s to 100 Gbit/s. It moves in
+       proportion to parameters / c: twice the compute a step, half the bandwidth.
+    5. Where no exchange loses less than 1 point to DDP, the table says that the quality there says nothing. No network
+       may have more than 1 % of parameters whose gradient is exactly zero in three steps; the table shows the share.
 
 Command
-    python benchmarks/bench_gradient.py --out benchmarks/results                  (three hours; needs root)
-    python benchmarks/bench_gradient.py --varying --out benchmarks/results       (an hour)
-    python benchmarks/bench_gradient.py --quick                                  (a minute: does it all work?)
+    python benchmarks/bench_gradient.py                   about 2 hours on two quiet cores (estimated); needs root. One
+                                                          that was stopped continues with the same command
+    python benchmarks/bench_gradient.py --minutes 30      the next half hour of it
+    python benchmarks/bench_gradient.py --stages tuning bytes quality    all that does not need a quiet machine
+    python benchmarks/bench_gradient.py --report          the table of what there is
+    python benchmarks/bench_gradient.py --quick --out /tmp/x             a minute: does it all work?
 
-    Every run is a line in OUT/gradient.jsonl until the last is done: the same command goes on where it was stopped.
-
-Figures: benchmarks/results/gradient.md and gradient.png, gradient_varying.md and gradient_varying.png.
+Figures: benchmarks/results/gradient.jsonl, a line a run, gradient.md and gradient.png, written by these commands.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
-import json
-import os
+import math
 import random
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
-from functools import partial
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from measures import Kept, machine
+import gradient_tasks
+import torch
+from gradient_report import BASE, NONE, ROWS, plot, table
+from gradient_testbed import Testbed, pick, prepare, testbed
+from measures import Log, commit, machine
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gradient_report import METHODS, TARGETS, Rows, plot, plot_varying, table, table_varying, target_of
-
-from shade.launch.run import ALLOCATOR
-
-ROOT = Path(__file__).resolve().parent.parent
-TESTBED, PROGRAM = ROOT / "scripts" / "testbed", ROOT / "benchmarks" / "train_gradient.py"
-TASKS = ("resnet18", "gpt", "vit")
-DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
-TRACE = "20 300mbit\n20 40mbit\n20 100mbit\n20 15mbit\n"
-PATIENCE_SECONDS = 3600
-SETTLING_STEPS, INNER_STEPS = 4, 20
-COMPUTE = ("here", "beside")
-"""Where the model computes."""
+RESULTS = Path(__file__).parent / "results"
+STAGES = ("tuning", "bytes", "quality", "time")
+TUNING_SEED, TUNING_RANKS = 100, 4
+OUTER_RATES = (0.4, 0.7, 1.0)
+COMPUTE_SECONDS = 0.1
+SETTLING_STEPS, MEASURED_STEPS, MEASURED_STEPS_OF_ALL = 4, 12, 6
+UNLIMITED = "unlimited"
 
 
-# ── one run on the testbed ──────────────────────────────────────────────────────────────────────────────────────────
+class Task(NamedTuple):
+    """A task in two sizes."""
+
+    narrow: str
+    wide: str
+    batch: int
+    """Samples of all ranks together in a step, of the narrow one."""
+    rates: tuple[float, float, float]
+    """Learning rates that are tried."""
 
 
-class Testbed:
-    """Two hosts of their own name."""
+class Plan(NamedTuple):
+    """How much of it is measured."""
 
-    def __init__(self) -> None:
-        self.name = f"bench{os.getpid()}"
-
-    def __call__(self, verb: str, *words: str) -> None:
-        """A verb of scripts/testbed; its complaint ends this program."""
-        command = [sys.executable, str(TESTBED), verb, "--name", self.name, *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"bench_gradient: {done.stderr.strip()}")
-
-    def run(self, *flags: str, trace: Path | None = None) -> Rows:
-        """What rank 0 of one training printed; a trace begins when the training is about to."""
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500",
-            "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **ALLOCATOR,
-        }  # fmt: skip
-        with contextlib.ExitStack() as stack:
-            complaints = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
-            ranks: list[subprocess.Popen[str]] = []
-            for host, complaint in enumerate(complaints):
-                command = [sys.executable, str(TESTBED), "exec", "--name", self.name, str(host), "--"]
-                rank = subprocess.Popen(
-                    [*command, sys.executable, str(PROGRAM), *flags],
-                    env=environment | {"RANK": str(host)}, stdout=subprocess.PIPE, stderr=complaint, text=True,
-                )  # fmt: skip
-                ranks.append(rank)
-                stack.callback(rank.communicate)
-                stack.callback(rank.kill)
-            guard = threading.Timer(PATIENCE_SECONDS, ranks[0].kill)
-            guard.start()
-            stack.callback(guard.cancel)
-            rows: Rows = []
-            assert ranks[0].stdout is not None
-            for line in ranks[0].stdout:
-                rows.append(json.loads(line))
-                if rows[-1]["kind"] == "setup" and trace is not None:
-                    self("rate", "--trace", str(trace))
-            if any(rank.wait() for rank in ranks) or rows[-1]["kind"] != "end":
-                told = [complaint.seek(0) or complaint.read()[-1500:] for complaint in complaints]
-                raise RuntimeError(f"{' '.join(flags)}: " + "\n".join(told))
-        return rows
+    tasks: dict[str, Task]
+    ranks: tuple[int, ...] = (2, 4, 8)
+    rows: tuple[str, ...] = tuple(ROWS)
+    seeds: int = 3
+    steps: int = 400
+    samples: int = 4096
+    """Held out, that judge."""
+    rates: tuple[str, ...] = ("100mbit", "1gbit")
+    rounds: int = 2
 
 
-@contextlib.contextmanager
-def testbed() -> Iterator[Testbed]:
-    """Two hosts that go away."""
-    bed = Testbed()
-    bed("up", "--hosts", "2", "--rate", "unlimited")
-    try:
-        yield bed
-    finally:
-        bed("down")
-
-
-def pick(rows: Rows, kind: str) -> Rows:
-    """The rows of one kind."""
-    return [row for row in rows if row["kind"] == kind]
-
-
-# ── fixed links ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def course(bed: Testbed, given: argparse.Namespace, task: str, *flags: str) -> dict[str, Any]:
-    """The whole schedule, with no limit on the link; of its steps those before the first look."""
-    look = ["--eval-every", str(max(4, given.steps // 20)), "--eval-samples", str(given.eval_samples)]
-    last = ["--final-samples", str(given.final_samples)]
-    bed("rate", "unlimited")
-    rows = bed.run("--task", task, "--steps", str(given.steps), *look, *last, *flags)
-    evals = [{name: row[name] for name in ("step", "loss", "accuracy")} for row in pick(rows, "eval")]
-    steps = [row["loss"] for row in pick(rows, "step")][: evals[0]["step"]]
-    return {"setup": rows[0], "steps": steps, "evals": evals}
-
-
-def looks_of(given: argparse.Namespace) -> str:
-    """What of the flags makes one course another."""
-    return f"{given.steps} steps, {given.eval_samples} and {given.final_samples} samples"
-
-
-def paces_of(bed: Testbed, given: argparse.Namespace, kept: Kept) -> dict[str, float]:
-    """Task → seconds that its forward and backward take here."""
-
-    def pace(task: str) -> dict[str, float]:
-        flags = ["--task", task, "--method", "none", "--steps", "1", "--eval-samples", "0", "--played"]
-        (row,) = pick(bed.run(*flags), "played")
-        return {"seconds": row["seconds"]}
-
-    return {task: kept(f"pace: {task}", partial(pace, task))["seconds"] for task in given.tasks}
-
-
-def timed(
-    bed: Testbed, given: argparse.Namespace, pace: float, task: str, compute: str, rate: str, method: str
-) -> dict[str, Any]:
-    """The first steps of a schedule, at a rate."""
-    bed("rate", rate)
-    played = ["--played", f"{pace:.4f}"] if compute == "beside" else []
-    count = SETTLING_STEPS + INNER_STEPS if method == "diloco" else given.time_steps
-    length = ["--steps", str(given.steps), "--stop-after", str(count), "--eval-samples", "0"]
-    rows = bed.run("--task", task, "--method", method, *length, *played, *given.flags)
-    losses = [row["loss"] for row in pick(rows, "step")]
-    return {"task": task, "compute": compute, "rate": rate, "method": method, "losses": losses} | rows[-1]
-
-
-def rounds_of(bed: Testbed, given: argparse.Namespace, kept: Kept) -> list[dict[str, Any]]:
-    """All methods at all rates, round by round, each time in another order."""
-    found = []
-    paces = paces_of(bed, given, kept)
-    places = list(itertools.product(given.tasks, COMPUTE, given.rates, given.methods))
-    for number in range(given.rounds):
-        for place in random.Random(number).sample(places, len(places)):
-            key = f"round {number}: {', '.join(place)}, {given.time_steps} of {given.steps}, {given.flags}"
-            found.append(kept(key, partial(timed, bed, given, paces[place[0]], *place)))
-            tell(f"round {number}: {', '.join(place)}: {found[-1]['step_seconds']:.3f} s a step")
-    return found
-
-
-def finals_of(bed: Testbed, given: argparse.Namespace, kept: Kept) -> list[dict[str, Any]]:
-    """What DDP and the engine have learned in the end, with each seed but the courses'."""
-    found = []
-    length = ["--steps", str(given.steps), "--eval-samples", str(given.final_samples)]
-    for task, seed, method in itertools.product(given.tasks, range(1, given.seeds), ("ddp", "engine")):
-        key = f"seed {seed}: {task}, {method}, {given.steps} steps, {given.final_samples} samples, {given.flags}"
-        flags = ["--task", task, "--method", method, "--seed", str(seed), *length, *given.flags]
-        found.append({"task": task, "method": method, "seed": seed} | kept(key, partial(final, bed, flags)))
-        tell(f"seed {seed}: {task}, {method}: {100 * found[-1]['accuracy']:.2f} %")
-    return found
-
-
-def final(bed: Testbed, flags: list[str]) -> dict[str, float]:
-    """The last look of a training, with no limit on the link."""
-    bed("rate", "unlimited")
-    (row,) = pick(bed.run(*flags), "eval")
-    return {name: row[name] for name in ("loss", "accuracy")}
-
-
-def measure(given: argparse.Namespace, kept: Kept) -> dict[str, Any]:
-    """Courses, seeds and rounds."""
-    courses: dict[str, dict[str, Any]] = {}
-    with testbed() as bed:
-        for task in given.tasks:
-            for method in given.methods:
-                key = f"course: {task}, {method}, {looks_of(given)}, {given.flags}"
-                found = kept(key, partial(course, bed, given, task, "--method", method, *given.flags))
-                courses.setdefault(task, {})[method] = found
-                tell(f"course: {task}, {method}: {found['evals'][-1]}")
-        runs = rounds_of(bed, given, kept)
-        finals = finals_of(bed, given, kept)
-    return {"about": about(given, kept), "courses": courses, "runs": runs, "finals": finals}
-
-
-# ── a varying link ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def steered(bed: Testbed, given: argparse.Namespace, trace: Path, task: str, *flags: str) -> dict[str, Any]:
-    """The whole schedule, while the link follows the trace."""
-    look = ["--eval-every", str(max(1, given.steps // 40)), "--eval-samples", str(min(512, given.eval_samples))]
-    plain = ["--task", task, "--method", "engine", "--steps", str(given.steps), *look, *given.flags]
-    rows = bed.run(*plain, *flags, trace=trace)
-    return {
-        "evals": [{name: row[name] for name in ("step", "loss", "seconds")} for row in pick(rows, "eval")],
-        "steps": [{name: row[name] for name in ("seconds", "density")} for row in pick(rows, "step")],
+WHOLE = Plan(
+    {
+        "glyphs": Task("glyphs", "glyphs-wide", 64, (0.05, 0.1, 0.2)),
+        "text": Task("text", "text-wide", 32, (2e-3, 4e-3, 8e-3)),
     }
+)
+QUICK = Plan(
+    {"made": Task("gpt", "gpt", 8, (1e-3, 1e-3, 1e-3))},
+    (2,), (NONE, BASE, "powersgd late", "engine"), seeds=1, steps=8, samples=64,
+    rates=("100mbit",), rounds=1,
+)  # fmt: skip
 
 
-def measure_varying(given: argparse.Namespace, kept: Kept) -> dict[str, Any]:
-    """The controller and each fixed density, round by round, over the same trace; DDP's course gives the target."""
-    runs = []
-    with testbed() as bed, tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace"
-        trace.write_text(given.trace.read_text() if given.trace else TRACE)
-        targets = {}
-        for task in given.tasks:
-            key = f"target: {task}, {looks_of(given)}"
-            evals = kept(key, partial(course, bed, given, task, "--method", "ddp"))["evals"]
-            targets[task] = {share: target_of(evals, share) for share in TARGETS}
-            tell(f"targets: {task}: {', '.join(f'{loss:.4f}' for loss in targets[task].values())}")
-        compiling = argparse.Namespace(**vars(given) | {"steps": 4})  # which the first run of all would pay for
-        steered(bed, compiling, trace, given.tasks[0], "--controller")
-        ways = {f"density {density:g}": ["--density", f"{density:g}"] for density in given.densities}
-        ways["controller"] = ["--controller"]
-        places = [(task, way) for task in given.tasks for way in ways]
-        for number in range(given.rounds):
-            for task, way in random.Random(number).sample(places, len(places)):
-                key = f"round {number}: {task}, {way}, {given.steps}, {trace.read_text()!r}, {given.flags}"
-                found = kept(key, partial(steered, bed, given, trace, task, *ways[way]))
-                runs.append({"task": task, "way": way} | found)
-                tell(f"round {number}: {task}, {way}: {found['steps'][-1]['seconds']:.1f} s")
-        return {"about": about(given, kept), "trace": trace.read_text(), "targets": targets, "runs": runs}
+class Run(NamedTuple):
+    """One run, by what it depends on."""
+
+    stage: str
+    task: str
+    ranks: int
+    row: str
+    rate: str
+    """Of the links."""
+    number: int
+    """Seed, or round."""
+    lr: float
+    """0 where nothing is learnt."""
+    outer_lr: float
+    """0 for rows that have none."""
 
 
-# ── the report ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def of(line: dict[str, Any]) -> Run:
+    """Returns the run of a line."""
+    return Run(*(line[name] for name in Run._fields))
 
 
-def tell(line: str) -> None:
-    """Progress, on stderr."""
-    print(line, file=sys.stderr, flush=True)
+def outer_rates(row: str) -> tuple[float, ...]:
+    """Returns the outer rates that are tried for a row."""
+    return OUTER_RATES if row.startswith("diloco") else (0.0,)
 
 
-def about(given: argparse.Namespace, kept: Kept) -> str:
-    """Commits, machine and versions."""
-    import torch
-
-    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    return (
-        f"commit {kept.commits}, {given.rounds} rounds, schedules of {given.steps} steps, torch {torch.__version__}, "
-        f"{machine()}, TCP with {control}, ours with {' '.join(given.flags)}"
-    )
+def best(lines: Sequence[dict[str, Any]], task: str, row: str) -> tuple[float, float]:
+    """Returns the rates, inner and outer, with which a row was best in its tuning."""
+    tried = [line for line in lines if (line["stage"], line["task"], line["row"]) == ("tuning", task, row)]
+    if not tried:
+        raise SystemExit(f"bench_gradient: expected rates of {row} on {task}, found none; run the stage tuning first")
+    line = max(tried, key=lambda each: -1.0 if math.isnan(each["loss"]) else each["accuracy"])
+    return line["lr"], line["outer_lr"]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all")
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "500mbit"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seeds", type=int, default=3, help="of the accuracy of DDP and the engine")
-    parser.add_argument("--steps", type=int, default=400, help="of a whole schedule; 20 times DiLoCo's H, or more")
-    parser.add_argument("--time-steps", type=int, default=16, help="of a run that is timed; DiLoCo's has 4 + H")
-    parser.add_argument("--eval-samples", type=int, default=1024, help="held out, of each look")
-    parser.add_argument("--final-samples", type=int, default=4096, help="of the last, which gives the accuracy")
-    parser.add_argument("--density", type=float, default=0.03, help="of the hook and the engine")
-    parser.add_argument("--compressor", default="threshold-v", help="of the hook and the engine")
-    parser.add_argument("--quick", action="store_true", help="one network, few steps: shows that it works, no figures")
-    parser.add_argument("--varying", action="store_true", help="the controller against fixed densities, on a trace")
-    parser.add_argument("--densities", nargs="+", type=float, default=DENSITIES, help="the grid of --varying")
-    parser.add_argument("--trace", type=Path, help="of --varying: lines `seconds rate`; default: one of four rates")
-    parser.add_argument("--out", type=Path, help="folder for the .json, .md and .png")
-    return parser
+def wanted(lines: Sequence[dict[str, Any]], plan: Plan, stages: Sequence[str]) -> Iterator[Run]:
+    """Yields the runs that are missing, in the order in which they are run. It looks at the lines as they grow.
+
+    Args:
+        lines: Of the runs so far; runs are added to them meanwhile.
+        plan: How much is measured.
+        stages: Those that are.
+    """
+    for stage in (stage for stage in STAGES if stage in stages):
+        for run in _runs(stage, lines, plan):
+            if all(of(line) != run for line in lines):
+                yield run
 
 
-def main() -> None:
-    """Measures, prints, writes."""
-    given = build_parser().parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the hosts go away then, too
-    others = given.methods or (["engine"] if given.quick else METHODS)
-    given.methods = list(dict.fromkeys(["none", "ddp", *others]))
-    given.flags = ["--compressor", given.compressor, "--density", f"{given.density:g}", "--correction"]
-    if given.quick:
-        given.tasks, given.rates, given.rounds, given.densities = ["resnet18"], ["100mbit"], 1, [0.01]
-        given.steps, given.time_steps, given.eval_samples, given.final_samples = 8, 6, 128, 128
-        given.seeds = 2
-    name = "gradient_varying" if given.varying else "gradient"
-    kept = Kept(given.out / f"{name}.jsonl" if given.out else None)
-    result = (measure_varying if given.varying else measure)(given, kept)
-    text = f"# {'A varying link' if given.varying else 'A slow link'}\n\n{result['about']}\n"
-    text += (table_varying(result) if given.varying else table(result)) + "\n"
+def _runs(stage: str, lines: Sequence[dict[str, Any]], plan: Plan) -> Iterator[Run]:
+    if stage == "tuning":
+        for name, task in plan.tasks.items():
+            for rate in sorted(set(task.rates)):
+                yield Run(stage, name, TUNING_RANKS, BASE, UNLIMITED, TUNING_SEED, rate, 0.0)
+        for row, name in product(plan.rows, plan.tasks):
+            for outer in outer_rates(row) if len(outer_rates(row)) > 1 else ():
+                yield Run(stage, name, TUNING_RANKS, row, UNLIMITED, TUNING_SEED, best(lines, name, BASE)[0], outer)
+    elif stage == "quality":
+        for seed, ranks, row, name in product(range(plan.seeds), plan.ranks, plan.rows, plan.tasks):
+            outer = best(lines, name, row)[1] if row.startswith("diloco") else 0.0
+            yield Run(stage, name, ranks, row, UNLIMITED, seed, best(lines, name, BASE)[0], outer)
+    elif stage == "bytes":
+        for ranks, name, row in product(plan.ranks, plan.tasks, plan.rows):
+            yield Run(stage, name, ranks, row, UNLIMITED, 0, 0.0, 0.0)
+    else:
+        for number in range(plan.rounds):
+            places = list(product(plan.tasks, plan.ranks, plan.rates, plan.rows))
+            for name, ranks, rate, row in random.Random(number).sample(places, len(places)):
+                yield Run(stage, name, ranks, row, rate, number, 0.0, 0.0)
+
+
+def flags_of(run: Run, plan: Plan) -> list[str]:
+    """Returns what `train_gradient` is started with."""
+    task, flags = plan.tasks[run.task], [*ROWS[run.row].flags]
+    if run.outer_lr:
+        flags += ["--outer-lr", str(run.outer_lr)]
+    if run.stage in ("tuning", "quality"):
+        flags += ["--task", task.narrow, "--batch-size", str(task.batch // run.ranks), "--lr", str(run.lr)]
+        return [*flags, "--steps", str(plan.steps), "--seed", str(run.number), "--eval-samples", str(plan.samples)]
+    measured = MEASURED_STEPS_OF_ALL if run.row in (BASE, "ddp-bf16") else MEASURED_STEPS
+    if run.row == "diloco 20":
+        measured = 20
+    flags += ["--task", task.wide, "--played", str(COMPUTE_SECONDS), "--eval-samples", "0", "--steps", "400"]
+    return [*flags, "--stop-after", str(SETTLING_STEPS + measured)]
+
+
+def measure(bed: Testbed, run: Run, plan: Plan) -> dict[str, Any]:
+    """Runs one, and returns its figures."""
+    bed("rate", run.rate)
+    rows = bed.run(run.ranks, *flags_of(run, plan))
+    found = {name: rows[0][name] for name in ("parameters", "without_gradient")}
+    found |= {name: value for name, value in rows[-1].items() if name.startswith("step")}
+    for row in pick(rows, "eval"):
+        found |= {name: row[name] for name in ("loss", "accuracy")}
+    return found
+
+
+def run_all(log: Log, plan: Plan, stages: Sequence[str], minutes: float | None) -> None:
+    """Runs what is missing, and writes a line after each."""
+    until, version = math.inf if minutes is None else time.monotonic() + 60 * minutes, commit()
+    if plan is not QUICK:
+        gradient_tasks.load_glyphs(), gradient_tasks.load_text()  # before the ranks are forked: loaded once
+    with testbed(max(*plan.ranks, TUNING_RANKS)) as bed:
+        for run in wanted(log.rows, plan, stages):
+            if time.monotonic() > until:
+                return
+            began = time.monotonic()
+            found = measure(bed, run, plan)
+            log.add(run._asdict() | found | {"commit": version})
+            told = (
+                f"{100 * found['accuracy']:.2f} %" if "accuracy" in found else f"{found['step_seconds']:.3f} s a step"
+            )
+            print(f"{', '.join(map(str, run))}: {told}   ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def report(log: Log, out: Path) -> None:
+    """Writes the table and the plot of what there is."""
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in log.rows))
+    head = [
+        "# Exchange of gradients among 2, 4 and 8 ranks",
+        "",
+        f"commit {commits}, torch {torch.__version__}, {machine()}",
+    ]
+    text = "\n".join([*head, "", table(log.rows, COMPUTE_SECONDS)])
     print(text)
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / f"{name}.json").write_text(json.dumps(result) + "\n")
-        (given.out / f"{name}.md").write_text(text)
-        (plot_varying if given.varying else plot)(result, given.out / f"{name}.png")
-        kept.done()
+    (out / "gradient.md").write_text(text.rstrip() + "\n")
+    if any(line["stage"] == "bytes" for line in log.rows):
+        plot(log.rows, COMPUTE_SECONDS, out / "gradient.png")
+
+
+def main(argv: list[str]) -> int:
+    """Measures, prints, writes; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--tasks", nargs="+", choices=list(WHOLE.tasks), help="default: all")
+    parser.add_argument("--minutes", type=float, help="stop after so long; the next call goes on")
+    parser.add_argument("--report", action="store_true", help="only write the table of what there is")
+    parser.add_argument("--quick", action="store_true", help="another task, few steps: shows that it works, no figures")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the .jsonl, .md and .png")
+    options: Any = parser.parse_args(argv)
+    prepare()
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = Log(options.out / "gradient.jsonl")
+    if not options.report:
+        plan = QUICK if options.quick else WHOLE
+        if options.tasks:
+            plan = plan._replace(tasks={name: WHOLE.tasks[name] for name in options.tasks})
+        run_all(log, plan, options.stages, options.minutes)
+    report(log, options.out)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

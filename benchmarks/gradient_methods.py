@@ -4,15 +4,17 @@ A method has one verb, `step`: it takes a loss whose backward has not run, and r
 the next forward. `settle` brings the weights to where everything that was sent is in them; it comes before the weights
 are looked at from outside, on all ranks.
 
-============  =============================================================================================
-none          no exchange: each rank trains alone. The floor: what a step costs without a network
-ddp           DistributedDataParallel as it comes: float32, all-reduced while backward runs
-ddp-bf16      the same with `bf16_compress_hook`
-powersgd4     the same with `powerSGD_hook`, rank 4, error feedback and warm start, from the third step on
-diloco        `DiLoCo`: each rank trains alone for H steps, then the ranks agree
-hook          `sparse_hook` on DistributedDataParallel: sparse on the wire, dense in the optimizer
-engine        `GradientEngine` with `SparseSGD` or `LocalAdamW`, a step's exchange beside the next one's compute
-============  =============================================================================================
+==============  ===========================================================================================
+none            no exchange: each rank trains alone. The floor: what a step costs without a network
+ddp             DistributedDataParallel as it comes: float32, all-reduced while backward runs
+ddp-bf16        the same with `bf16_compress_hook`
+powersgd4       the same with `powerSGD_hook`, rank 4, error feedback and warm start, from the third step on
+powersgd4-late  the same hook without DDP, a step's exchange beside the next one's compute, as the engine does
+diloco          `DiLoCo`: each rank trains alone for H steps, then the ranks agree
+diloco-bf16     DiLoCo as torchft has it: an all-reduce of bf16, and torch's Nesterov SGD as outer optimizer
+hook            `sparse_hook` on DistributedDataParallel: sparse on the wire, dense in the optimizer
+engine          `GradientEngine` with `SparseSGD` or `LocalAdamW`, a step's exchange beside the next one's compute
+==============  ===========================================================================================
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 0.01
 POWERSGD_RANK, POWERSGD_FROM_STEP = 4, 2
+OUTER_MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Settings:
     """Steps over which the density falls to where it shall be."""
     inner_steps: int = 20
     """DiLoCo's H."""
+    outer_lr: float = 0.7
+    """Of diloco-bf16."""
 
     def of_sparse(self) -> dict[str, Any]:
         """What hook and engine are told alike."""
@@ -132,11 +138,80 @@ class PowerSGD(Method):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         wrapped = DistributedDataParallel(model, bucket_cap_mb=1024)
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_FROM_STEP
-        )
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        wrapped.register_comm_hook(_powersgd_state(), powerSGD_hook.powerSGD_hook)
         return wrapped
+
+
+def _powersgd_state() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_FROM_STEP
+    )
+
+
+class LatePowerSGD(Method):
+    """PowerSGD with the engine's staleness: a step applies the gradient of the step before it.
+
+    The hook is torch's own. It takes a bucket and returns a future; that of one step is waited for in the next.
+    A gradient is applied at the rate of its own step. Compressing begins on the training thread, and what follows an
+    all-reduce runs on gloo's threads.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        super().__init__(model, settings)
+        self.state = _powersgd_state()
+        self.parameters = list(model.parameters())
+        self.on_its_way: torch.futures.Future[Any] | None = None
+
+    def step(self, loss: Tensor) -> None:
+        loss.backward()
+        bucket = FlatBucket(self.parameters)
+        self.optimizer.zero_grad()
+        self.settle()
+        self.on_its_way = powerSGD_hook.powerSGD_hook(self.state, bucket)  # type: ignore[arg-type]
+        self.sent = bucket
+
+    def settle(self) -> None:
+        if self.on_its_way is None:
+            return
+        self.on_its_way.wait()
+        self.on_its_way = None
+        for parameter, gradient in zip(self.parameters, self.sent.gradients(), strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+
+class FlatBucket:
+    """All gradients end to end, with the methods of torch's `GradBucket`, which only DDP can make.
+
+    Args:
+        parameters: Their gradients are copied, in order.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        found = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        self._buffer = torch.cat([gradient.flatten() for gradient in found])
+        self._views = [
+            part.view(parameter.shape)
+            for part, parameter in zip(self._buffer.split([each.numel() for each in found]), parameters, strict=True)
+        ]
+
+    def buffer(self) -> Tensor:
+        """Returns the memory of all."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Returns one view for each parameter."""
+        return self._views
+
+    def index(self) -> int:
+        """Returns the number of the bucket."""
+        return 0
+
+    def is_last(self) -> bool:
+        """Returns whether it ends the step."""
+        return True
 
 
 class Hook(DDP):
@@ -235,12 +310,47 @@ class DiLoCo(Method):
         self.outer.close()
 
 
+class DiLoCoBF16(Method):
+    """As torchft has it: the mean distance of all ranks from the weights they last agreed on, all-reduced in bf16, is
+    the gradient of torch's SGD with Nesterov's momentum. Buffers stay each rank's own, as there."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        super().__init__(model, settings)
+        self.parameters = list(model.parameters())
+        self.agreed = [nn.Parameter(parameter.detach().clone()) for parameter in self.parameters]
+        self.outer = torch.optim.SGD(self.agreed, lr=settings.outer_lr, momentum=OUTER_MOMENTUM, nesterov=True)
+        self.num_inner = 0
+
+    def step(self, loss: Tensor) -> None:
+        super().step(loss)
+        self.num_inner += 1
+        if self.num_inner == self.settings.inner_steps:
+            self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        if not self.num_inner:
+            return
+        self.num_inner = 0
+        distance = torch.cat([(a - p).flatten() for a, p in zip(self.agreed, self.parameters, strict=True)])
+        sent = distance.to(torch.bfloat16).div_(dist.get_world_size())
+        dist.all_reduce(sent)
+        mean = sent.float().split([each.numel() for each in self.agreed])
+        for agreed, part in zip(self.agreed, mean, strict=True):
+            agreed.grad = part.view(agreed.shape)
+        self.outer.step()
+        for parameter, agreed in zip(self.parameters, self.agreed, strict=True):
+            parameter.copy_(agreed)
+
+
 METHODS: dict[str, Callable[[nn.Module, Settings], Method]] = {
     "none": Method,
     "ddp": DDP,
     "ddp-bf16": DDPBF16,
     "powersgd4": PowerSGD,
+    "powersgd4-late": LatePowerSGD,
     "diloco": DiLoCo,
+    "diloco-bf16": DiLoCoBF16,
     "hook": Hook,
     "engine": Engine,
 }

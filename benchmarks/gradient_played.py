@@ -22,7 +22,7 @@ from gradient_tasks import Task
 from torch import Tensor, nn
 
 WATCHED, REMEMBERED = 8, 3
-"""Steps that are timed, and how many of their gradients are played in turns."""
+"""Steps that are timed where the time is not given, and how many gradients are played in turns."""
 
 
 class Played(Task):
@@ -42,7 +42,8 @@ class Played(Task):
         batches = task.batches(rank, world_size, batch_size)
         state = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
         _compute(task, next(batches), False)  # compiles, and warms caches up
-        steps = [_compute(task, next(batches), number < REMEMBERED) for number in range(WATCHED)]
+        watched = REMEMBERED if seconds else WATCHED
+        steps = [_compute(task, next(batches), number < REMEMBERED) for number in range(watched)]
         task.model.load_state_dict(state)
         forward_seconds, backward_seconds = (statistics.median(step[part] for step in steps) for part in range(2))
         gradients = [step[2] for step in steps[:REMEMBERED]]

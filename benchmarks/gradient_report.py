@@ -1,244 +1,319 @@
-"""The tables and plots of `bench_gradient`, from what it measured: ratios, bars, courses against wall time.
+"""The table and plot of `bench_gradient`, from the lines that it wrote: quality, costs, and which way is right where.
 
-Invariant: everything here can be made again from the .json alone.
+Invariant: everything here can be made again from the lines alone.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 import statistics
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-METHODS = {
-    "none": "no exchange (floor)",
-    "ddp": "DDP, float32",
-    "ddp-bf16": "DDP, bf16 hook",
-    "powersgd4": "DDP, PowerSGD rank 4",
-    "diloco": "shade, DiLoCo, H = 20",
-    "hook": "shade, sparse hook",
-    "engine": "shade, engine",
+Lines = list[dict[str, Any]]
+
+
+class Row(NamedTuple):
+    """A row of the table."""
+
+    label: str
+    flags: tuple[str, ...]
+    """Of `train_gradient`."""
+    hidden: float
+    """Share of a step's compute beside which the exchange may run: 1 if it is one step late, 2/3, the backward pass, if
+    it goes in buckets, 0 if it begins after it."""
+    on_processor: bool = False
+    """Whether its own work needs a processor; else an accelerator does it, and a step's time leaves it out."""
+    is_offered: bool = True
+    """Whether a library has it; else it only separates two effects, and is never the right choice."""
+
+
+_SPARSE = ("--method", "engine", "--compressor", "threshold-v", "--correction")
+BASE, NONE = "ddp", "none"
+ROWS = {
+    NONE: Row("no exchange", ("--method", "none"), 0),
+    BASE: Row("DDP, float32", ("--method", "ddp"), 2 / 3),
+    "ddp-bf16": Row("DDP, bf16 hook", ("--method", "ddp-bf16"), 2 / 3),
+    "powersgd": Row("DDP, PowerSGD rank 4", ("--method", "powersgd4"), 0),
+    "powersgd late": Row("PowerSGD rank 4, one step late", ("--method", "powersgd4-late"), 1, is_offered=False),
+    "diloco 4": Row("DiLoCo, bf16, H = 4", ("--method", "diloco-bf16", "--inner-steps", "4"), 0),
+    "diloco 20": Row("DiLoCo, bf16, H = 20", ("--method", "diloco-bf16", "--inner-steps", "20"), 0),
+    "engine now": Row("shade, engine, 3 %, not late", (*_SPARSE, "--density", "0.03", "--staleness", "0"), 2 / 3, True),
+    "engine": Row("shade, engine, 3 %, one step late", (*_SPARSE, "--density", "0.03", "--staleness", "1"), 1, True),
+    "engine 1 %": Row(
+        "shade, engine, 1 %, one step late", (*_SPARSE, "--density", "0.01", "--staleness", "1"), 1, True
+    ),
 }
-"""Name for `train_gradient` → name in the tables."""
-SPEED_UP_BARS = {"100mbit": 20.0, "500mbit": 8.0}
-FLOOR_BAR, ACCURACY_BAR, VARYING_BAR = 1.1, 0.5, 1.1
-TARGETS = {0.5: "½", 0.75: "¾"}
-"""Shares of DDP's steps whose loss the others are to reach."""
-COMPUTE = {"here": "computing on the core that exchanges", "beside": "computing beside it, as an accelerator does"}
-PLACE = ("rate", "task", "compute")
-Rows = list[dict[str, Any]]
+"""In the order in which one of several that are about as fast is the right choice: the plainest first."""
+LEAST_POINTS = 1.0
+"""What no exchange must lose for a quality to say something, and the most that a right choice may lose."""
+ABOUT_AS_FAST = 1.05
+SLOWEST, FASTEST, FINENESS = 1e6, 1e11, 1.01
+"""Bandwidths that are looked at, in bits per second."""
 
 
-def seconds_to(evals: Rows, target: float, step_seconds: float) -> float | None:
-    """When the held-out loss has fallen to the target and stays there; None: never."""
-    reached = None
-    for row in evals:
-        if row["loss"] > target:
-            reached = None
-        elif reached is None:
-            reached = row["step"] * step_seconds
-    return reached
+class Cost(NamedTuple):
+    """What a way costs on every rank, in the mean of its steps."""
+
+    hidden: float
+    """As in `Row`."""
+    own_seconds: float
+    """CPU time beside that of a step without exchange."""
+    num_bytes: float
+    """Sent or received, whichever is more."""
+
+    def step_seconds(self, compute: float, bandwidth: float) -> float:
+        """Computes how long a step takes.
+
+        Args:
+            compute: Seconds of forward and backward.
+            bandwidth: Bits per second that a rank can send, and receive, at once.
+        """
+        exchange = self.own_seconds + 8 * self.num_bytes / bandwidth
+        return (1 - self.hidden) * compute + max(self.hidden * compute, exchange)
 
 
-def target_of(evals: Rows, share: float = 0.75) -> float:
-    """The held-out loss after a share of the steps."""
-    return float(next(row["loss"] for row in evals if row["step"] >= share * evals[-1]["step"]))
-
-
-def looks_of(course: dict[str, Any]) -> Rows:
-    """Looks at the same samples: all but the last, which is at more of them."""
-    return list(course["evals"][:-1])
-
-
-def rows_of(result: dict[str, Any]) -> Rows:
-    """A row for each rate, task, place of the compute and method: medians of the rounds, and ratios to DDP."""
-    found = []
-    for rate, task, compute in itertools.product(*(_in_order(result["runs"], name) for name in PLACE)):
-        here = [run for run in result["runs"] if tuple(run[name] for name in PLACE) == (rate, task, compute)]
-        courses = result["courses"][task]
-
-        def median(method: str, name: str, here: Rows = here) -> float:
-            return statistics.median(run[name] for run in here if run["method"] == method)
-
-        ddp, floor = median("ddp", "step_seconds"), median("none", "step_seconds")
-        end = courses["ddp"]["evals"][-1]["accuracy"]
-        targets = {share: target_of(courses["ddp"]["evals"], share) for share in TARGETS}
-        base = {share: seconds_to(looks_of(courses["ddp"]), target, ddp) for share, target in targets.items()}
-        for method, told in courses.items():
-            seconds = median(method, "step_seconds")
-            runs = [run for run in here if run["method"] == method]
-            to_loss = {share: seconds_to(looks_of(told), target, seconds) for share, target in targets.items()}
-            points = [100 * (told["evals"][-1]["accuracy"] - end)]
-            points += seeded(result, task) if method == "engine" else []
-            same = [
-                abs(one - other)
-                for run in runs
-                if compute == "here"  # what is played has losses of no meaning
-                for one, other in zip(run["losses"], told["steps"][: told["evals"][0]["step"]], strict=False)
-            ]
-            row = {
-                "rate": rate, "task": task, "compute": compute, "method": method, "step_seconds": seconds,
-                "spread": [run["step_seconds"] for run in runs], "speed_up": ddp / seconds,
-                "over_floor": seconds / floor, "to_loss": to_loss,
-                "sooner": {share: _ratio(base[share], taken) for share, taken in to_loss.items()},
-                "points": statistics.mean(points) if method != "none" else None, "each_points": points,
-                "accuracy": told["evals"][-1]["accuracy"], "loss_difference": max(same, default=0.0),
-                "bytes": median(method, "step_bytes_sent") + median(method, "step_bytes_received"),
-            }  # fmt: skip
-            row["meets"] = verdict(row) if method == "engine" else None
-            found.append(row)
+def qualities(lines: Lines) -> dict[tuple[str, int, str], dict[int, dict[str, Any]]]:
+    """Returns the lines of the trainings by task, ranks and row, and in them by seed."""
+    found: dict[tuple[str, int, str], dict[int, dict[str, Any]]] = {}
+    for line in lines:
+        if line["stage"] == "quality":
+            found.setdefault((line["task"], line["ranks"], line["row"]), {})[line["number"]] = line
     return found
 
 
-def _ratio(over: float | None, under: float | None) -> float | None:
-    return over / under if over and under else None
+def points(lines: Lines, task: str, ranks: int, row: str) -> list[float]:
+    """Returns how many points a row's quality is above DDP's, one for each seed that both have."""
+    found = qualities(lines)
+    mine, base = found.get((task, ranks, row), {}), found.get((task, ranks, BASE), {})
+    return [100 * (mine[seed]["accuracy"] - base[seed]["accuracy"]) for seed in sorted(mine.keys() & base.keys())]
 
 
-def seeded(result: dict[str, Any], task: str) -> list[float]:
-    """Points that the engine is above DDP with each further seed."""
-    right = {(row["seed"], row["method"]): row["accuracy"] for row in result["finals"] if row["task"] == task}
-    return [100 * (right[seed, "engine"] - right[seed, "ddp"]) for seed in sorted({seed for seed, _ in right})]
-
-
-def _in_order(runs: Rows, name: str) -> list[Any]:
-    """What the runs have under a name, in an order that no round's luck decides."""
-    known = list(COMPUTE)
-    return sorted({run[name] for run in runs}, key=lambda each: (known.index(each) if each in known else 0, each))
-
-
-def verdict(row: dict[str, Any]) -> bool:
-    """Whether the bars are met."""
-    is_fast = row["speed_up"] >= SPEED_UP_BARS.get(row["rate"], 0.0) or row["over_floor"] <= FLOOR_BAR
-    return bool(is_fast and row["points"] >= -ACCURACY_BAR)
-
-
-def table(result: dict[str, Any]) -> str:
-    """Markdown: a part for each rate and task."""
-    lines = []
-    heads = "".join(f"to loss {name} | DDP / it | " for name in TARGETS.values())
-    previous = None
-    for row in rows_of(result):
-        place = tuple(row[name] for name in PLACE)
-        if place != previous:
-            setup = result["courses"][row["task"]]["ddp"]["setup"]
-            size = f"{setup['parameters'] / 1e6:.1f} M parameters, {setup['flops_per_step'] / 1e9:.1f} GFLOP a step"
-            lines += [
-                "", f"## {row['task']}, {row['rate']}, {COMPUTE[row['compute']]}", "", f"{size} and rank.", "",
-                "| method | step | spread | DDP / it | it / floor | MB a step | " + heads + "right | points |",
-                "|---|---|---|---|---|---|" + "---|---|" * len(TARGETS) + "---|---|",
-            ]  # fmt: skip
-        previous = place
-        spread = f"{min(row['spread']):.3f}–{max(row['spread']):.3f}"
-        to_loss = ""
-        for share, taken in row["to_loss"].items():
-            has = taken and row["method"] != "none"
-            to_loss += f"{taken:.0f} s | {row['sooner'][share]:.1f} | " if has else "– | – | "
-        points = f"{row['points']:+.2f}" if row["points"] is not None else ""
-        if len(row["each_points"]) > 1:
-            points += f" ({', '.join(f'{each:+.2f}' for each in row['each_points'])})"
-        met = {None: "", True: " (bars met)", False: " (**bars missed**)"}[row["meets"]]
-        lines.append(
-            f"| {METHODS[row['method']]}{met} | {row['step_seconds']:.3f} s | {spread} | {row['speed_up']:.1f} | "
-            f"{row['over_floor']:.2f} | {row['bytes'] / 1e6:.2f} | {to_loss}"
-            f"{100 * row['accuracy']:.2f} % | {points} |"
+def costs(lines: Lines, task: str, ranks: int, on_accelerator: bool = True) -> dict[str, Cost]:
+    """Returns the cost of each row that was measured; an accelerator takes over own work that needs no processor."""
+    measured = {
+        line["row"]: line for line in lines if (line["stage"], line["task"], line["ranks"]) == ("bytes", task, ranks)
+    }
+    if NONE not in measured:
+        return {}
+    floor = measured[NONE]["step_cpu_seconds"]
+    return {
+        row: Cost(
+            ROWS[row].hidden,
+            max(0.0, line["step_cpu_seconds"] - floor) if ROWS[row].on_processor or not on_accelerator else 0.0,
+            max(line["step_bytes_sent"], line["step_bytes_received"]),
         )
-    worst = max(row["loss_difference"] for row in rows_of(result))
-    lines += ["", f"Largest difference between a slow run's losses and the same steps of the long run: {worst:.2g}."]
-    return "\n".join(lines)
+        for row, line in measured.items()
+    }
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Held-out loss against wall time, a panel for each task and rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in rows_of(result) if row["compute"] == "here"]
-    tasks, rates = list(result["courses"]), list(dict.fromkeys(row["rate"] for row in rows))
-    figure, axes = pyplot.subplots(
-        len(tasks), len(rates), figsize=(6 * len(rates), 4 * len(tasks)), squeeze=False, layout="constrained"
-    )
-    for row in rows:
-        axis = axes[tasks.index(row["task"])][rates.index(row["rate"])]
-        evals = looks_of(result["courses"][row["task"]][row["method"]])
-        if row["method"] != "none":
-            seconds = [each["step"] * row["step_seconds"] for each in evals]
-            axis.plot(seconds, [each["loss"] for each in evals], label=METHODS[row["method"]])
-            axis.set(title=f"{row['task']}, {row['rate']}", xlabel="seconds", ylabel="held-out loss")
-            axis.set(xscale="log", yscale="log")
-    axes[0][0].legend()
-    figure.savefig(path, dpi=80)
-    pyplot.close(figure)
+def candidates(lines: Lines, task: str, ranks: int) -> dict[str, Cost]:
+    """Returns the cost of each row that may be the right choice: it is offered, and loses at most a point."""
+    found = {}
+    for row, cost in costs(lines, task, ranks).items():
+        lost = points(lines, task, ranks, row)
+        if row != NONE and ROWS[row].is_offered and lost and statistics.fmean(lost) >= -LEAST_POINTS:
+            found[row] = cost
+    return found
 
 
-def reached_after(evals: Rows, target: float) -> float:
-    """Seconds until the held-out loss is at the target for good; infinite if never."""
-    reached = float("inf")
-    for row in evals:
-        if row["loss"] > target:
-            reached = float("inf")
-        elif reached == float("inf"):
-            reached = row["seconds"]
-    return reached
+def right_choice(of: dict[str, Cost], compute: float, bandwidth: float) -> str:
+    """Returns the plainest row that is about as fast as the fastest."""
+    seconds = {row: cost.step_seconds(compute, bandwidth) for row, cost in of.items()}
+    return next(row for row in ROWS if row in seconds and seconds[row] <= ABOUT_AS_FAST * min(seconds.values()))
 
 
-def table_varying(result: dict[str, Any]) -> str:
-    """Markdown: a row for each way, the fastest to the last target first."""
-    lines = []
-    for task, targets in result["targets"].items():
-        found = [_medians(result["runs"], task, target) for target in targets.values()]
-        heads = [f"to loss {target:.4f} ({TARGETS[float(share)]})" for share, target in targets.items()]
-        lines += [
-            "",
-            f"## {task}: seconds to the held-out loss that DDP has after some of its steps",
-            "",
-            "| way | " + "".join(f"{head} | best fixed / it | " for head in heads).rstrip(),
-            "|---|" + "---|---|" * len(heads),
+def ranges(of: dict[str, Cost], compute: float) -> list[tuple[float, float, str]]:
+    """Returns the right choice by bandwidth: from, to (bits per second), row; the ends of one are crossing points."""
+    count = math.ceil(math.log(FASTEST / SLOWEST) / math.log(FINENESS))
+    found: list[tuple[float, float, str]] = []
+    for number in range(count):
+        low, high = (SLOWEST * FINENESS**place for place in (number, number + 1))
+        row = right_choice(of, compute, math.sqrt(low * high))
+        if found and found[-1][2] == row:
+            low = found.pop()[0]
+        found.append((low, high, row))
+    return found
+
+
+def spell(bandwidth: float) -> str:
+    """Writes bits per second with two digits."""
+    unit, name = next((unit, name) for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")) if bandwidth >= 0.995 * unit)
+    value = float(f"{bandwidth / unit:.2g}")
+    return f"{value:.{1 if value < 10 else 0}f} {name}"
+
+
+def table(lines: Lines, compute: float) -> str:
+    """Returns the Markdown of all that there is."""
+    found: list[str] = []
+    ranks = sorted({line["ranks"] for line in lines if line["stage"] != "tuning"})
+    for task in dict.fromkeys(line["task"] for line in lines):
+        found += [f"## {task}", "", *_networks(lines, task), *_tuning(lines, task)]
+        found += [*_quality(lines, task, ranks), *_costs(lines, task, ranks), *_choices(lines, task, ranks, compute)]
+        found += _time(lines, task, ranks, compute)
+    return "\n".join(found)
+
+
+def _networks(lines: Lines, task: str) -> list[str]:
+    found = []
+    for stages, name in ((("tuning", "quality"), "Quality"), (("bytes", "time"), "Costs and time")):
+        some = [line for line in lines if line["task"] == task and line["stage"] in stages]
+        if some:
+            dead = max(line["without_gradient"] for line in some)
+            size = f"{some[0]['parameters'] / 1e6:.2f} M parameters"
+            found.append(f"{name}: {size}, of which {100 * dead:.2f} % at most had no gradient in three steps.")
+    return [*found, ""]
+
+
+def _tuning(lines: Lines, task: str) -> list[str]:
+    some = [line for line in lines if line["task"] == task and line["stage"] == "tuning"]
+    told = [
+        f"{ROWS[line['row']].label} at {line['lr']:g}"
+        + (f", outer {line['outer_lr']:g}" if line["outer_lr"] else "")
+        + f": {100 * line['accuracy']:.2f} %"
+        for line in some
+    ]
+    return ["Rates tried, on another seed: " + "; ".join(told) + ".", ""] if told else []
+
+
+def _head(first: str, ranks: Iterable[int], *names: str) -> list[str]:
+    cells = [f"{name}W = {number}" for name in names or ("",) for number in ranks]
+    return [f"| {first} | " + " | ".join(cells) + " |", "|---" * (1 + len(cells)) + "|"]
+
+
+def _quality(lines: Lines, task: str, ranks: list[int]) -> list[str]:
+    found, rows = qualities(lines), []
+    for row in ROWS:
+        cells = [
+            _quality_cell(found.get((task, number, row), {}), points(lines, task, number, row)) for number in ranks
         ]
-        for way in sorted(found[-1], key=found[-1].__getitem__):
-            cells = []
-            for seconds in found:
-                fixed = sorted(each for name, each in seconds.items() if name != "controller")
-                is_met = seconds[way] <= VARYING_BAR * fixed[0] and all(seconds[way] < each for each in fixed[1:])
-                met = "" if way != "controller" else " (bar met)" if is_met else " (**bar missed**)"
-                cells.append(f"{seconds[way]:.1f}{met} | {fixed[0] / seconds[way]:.2f}")
-            lines.append(f"| {way} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        if any(cells):
+            rows.append(f"| {ROWS[row].label} | " + " | ".join(cell or "–" for cell in cells) + " |")
+    if not rows:
+        return []
+    seeds = [len(by_seed) for (name, _, _), by_seed in found.items() if name == task]
+    unit = "share that is right, and bits per byte" if task == "text" else "share that is right"
+    note = [f"Held out, {unit}; in brackets the points above DDP with the same seed, ± their standard error."]
+    note += [f"{min(seeds)} to {max(seeds)} seeds a cell. Bold: more than a point below DDP."]
+    for number in ranks:
+        lost = points(lines, task, number, NONE)
+        if lost and -statistics.fmean(lost) < LEAST_POINTS:
+            note.append(f"**With {number} ranks no exchange loses less than a point: the column says nothing.**")
+    return ["### Quality", "", *_head("method", ranks), *rows, "", " ".join(note), ""]
 
 
-def _medians(runs: Rows, task: str, target: float) -> dict[str, float]:
-    """Seconds to the target, of each way."""
-    seconds: dict[str, list[float]] = {}
-    for run in runs:
-        if run["task"] == task:
-            seconds.setdefault(run["way"], []).append(reached_after(run["evals"], target))
-    return {way: statistics.median(each) for way, each in seconds.items()}
+def _quality_cell(by_seed: dict[int, dict[str, Any]], above: list[float]) -> str:
+    if not by_seed:
+        return ""
+    text = f"{100 * statistics.fmean(line['accuracy'] for line in by_seed.values()):.2f} %"
+    first = next(iter(by_seed.values()))
+    if first["task"] == "text":
+        text += f", {statistics.fmean(line['loss'] for line in by_seed.values()) / math.log(2):.3f} bits"
+    if first["row"] == BASE or not above:
+        return text
+    spread = f" ± {statistics.stdev(above) / math.sqrt(len(above)):.2f}" if len(above) > 1 else ""
+    text += f" ({statistics.fmean(above):+.2f}{spread})"
+    return f"**{text}**" if statistics.fmean(above) < -LEAST_POINTS and first["row"] != NONE else text
 
 
-def plot_varying(result: dict[str, Any], path: Path) -> None:
-    """Held-out loss and density against wall time, a row for each task."""
+def _costs(lines: Lines, task: str, ranks: list[int]) -> list[str]:
+    by_ranks = {number: costs(lines, task, number, on_accelerator=False) for number in ranks}
+    rows = []
+    for row in ROWS:
+        mine = [by_ranks[number].get(row) for number in ranks]
+        if any(mine):
+            cells = [f"{cost.num_bytes / 1e6:.2f}" if cost else "–" for cost in mine]
+            cells += [f"{1000 * cost.own_seconds:.0f}" if cost else "–" for cost in mine]
+            rows.append(f"| {ROWS[row].label} | " + " | ".join(cells) + " |")
+    head = _head("method", ranks, "MB a step, ", "CPU ms a step, ")
+    return ["### Costs of a rank", "", *head, *rows, ""] if rows else []
+
+
+def _choices(lines: Lines, task: str, ranks: list[int], compute: float) -> list[str]:
+    rows = []
+    for number in ranks:
+        offered = {
+            row: cost for row, cost in costs(lines, task, number).items() if row != NONE and ROWS[row].is_offered
+        }
+        if offered:
+            told = [_ranges_cell(of, compute) for of in (offered, candidates(lines, task, number))]
+            rows.append(f"| {number} | {told[0]} | {told[1]} |")
+    if not rows:
+        return []
+    head = ["| W | shortest time, whatever the quality | right choice |", "|---|---|---|"]
+    note = "By bandwidth of each rank. –: no row's quality is measured."
+    return [f"### Right choice, computed, for {compute:g} s of compute a step", "", *head, *rows, "", note, ""]
+
+
+def _ranges_cell(of: dict[str, Cost], compute: float) -> str:
+    told = []
+    for low, high, row in ranges(of, compute) if of else ():
+        place = f"{spell(low)} to {spell(high)}" if low > SLOWEST else f"up to {spell(high)}"
+        told.append(f"{place if high < FASTEST else f'from {spell(low)}'}: {ROWS[row].label}")
+    return "; ".join(told) or "–"
+
+
+def _time(lines: Lines, task: str, ranks: list[int], compute: float) -> list[str]:
+    some = [line for line in lines if (line["stage"], line["task"]) == ("time", task)]
+    if not some:
+        return ["### Time on the testbed", "", "Not measured yet: it needs a quiet machine.", ""]
+    found = ["### Time on the testbed", ""]
+    for rate in dict.fromkeys(line["rate"] for line in some):
+        rows = []
+        for row in ROWS:
+            mine = {number: [line["step_seconds"] for line in some if _is(line, rate, number, row)] for number in ranks}
+            if any(mine.values()):
+                cells = [
+                    _time_cell(seconds, costs(lines, task, number, on_accelerator=False).get(row), compute, rate)
+                    for number, seconds in mine.items()
+                ]
+                rows.append(f"| {ROWS[row].label} | " + " | ".join(cells) + " |")
+        found += [*_head(f"{rate}: s a step, spread, measured / computed", ranks), *rows, ""]
+    return found
+
+
+def _is(line: dict[str, Any], rate: str, ranks: int, row: str) -> bool:
+    return (line["rate"], line["ranks"], line["row"]) == (rate, ranks, row)
+
+
+def _time_cell(seconds: list[float], cost: Cost | None, compute: float, rate: str) -> str:
+    if not seconds:
+        return "–"
+    median = statistics.median(seconds)
+    text = f"{median:.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
+    return text if cost is None else f"{text}, {median / cost.step_seconds(compute, bits(rate)):.2f}"
+
+
+def bits(rate: str) -> float:
+    """Returns the bits per second of a rate such as 100mbit."""
+    return float(rate[:-4]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[rate[-4:]]
+
+
+def plot(lines: Lines, compute: float, path: Path) -> None:
+    """Draws the computed time of a step by bandwidth: a row of panels a task, a panel for each number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tasks = list(result["targets"])
-    ways = sorted({run["way"] for run in result["runs"]})
-    figure, axes = pyplot.subplots(len(tasks), 2, figsize=(12, 4 * len(tasks)), squeeze=False, layout="constrained")
-    for row, task in zip(axes, tasks, strict=True):
-        for number, way in enumerate(ways):
-            run = next((run for run in result["runs"] if (run["task"], run["way"]) == (task, way)), None)
-            if run is None:
-                continue
-            style = {"linewidth": 1.0, "color": f"C{number}"}
-            if way == "controller":
-                style = {"linewidth": 2.5, "color": "black"}
-            evals, steps = run["evals"], run["steps"]
-            row[0].plot([e["seconds"] for e in evals], [e["loss"] for e in evals], label=way, **style)
-            row[1].plot([s["seconds"] for s in steps], [s["density"] for s in steps], **style)
-        row[0].set(title=task, xlabel="seconds", ylabel="held-out loss", yscale="log")
-        row[1].set(title=task, xlabel="seconds", ylabel="density", yscale="log")
-    axes[0][0].legend()
+    some = [line for line in lines if line["stage"] == "bytes"]
+    tasks, ranks = list(dict.fromkeys(line["task"] for line in some)), sorted({line["ranks"] for line in some})
+    size = (5 * len(ranks), 4 * len(tasks))
+    figure, axes = pyplot.subplots(
+        len(tasks), len(ranks), figsize=size, squeeze=False, layout="constrained", sharey=True
+    )
+    bandwidths = [SLOWEST * 10 ** (place / 20) for place in range(81)]
+    for (y, task), (x, number) in product(enumerate(tasks), enumerate(ranks)):
+        axis, may = axes[y][x], candidates(lines, task, number)
+        for place, (row, cost) in enumerate(costs(lines, task, number).items()):
+            if row != NONE:
+                seconds = [cost.step_seconds(compute, bandwidth) for bandwidth in bandwidths]
+                style = {"color": f"C{place}", "linestyle": "-" if row in may else ":"}
+                axis.plot([each / 1e6 for each in bandwidths], seconds, label=ROWS[row].label, **style)
+        axis.set(title=f"{task}, W = {number}", xscale="log", yscale="log", xlabel="Mbit/s")
+    axes[0][0].set_ylabel("s a step (dotted: no choice)")
+    axes[0][-1].legend(fontsize="small")
     figure.savefig(path, dpi=80)
     pyplot.close(figure)

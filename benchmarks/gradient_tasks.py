@@ -1,39 +1,52 @@
 """What `train_gradient` trains: a network, data it can learn from, and the optimizer's settings that suit both.
 
-Most data is made, but is not noise: every class has a pattern, every token its successors, and a sample is drawn from
+Two tasks are stored: letters of typefaces and bytes of text that a training never sees (`tasks`). They are far from
+their ceiling after one pass, so what an exchange loses shows in them. Each comes in two sizes of one architecture:
+a narrow one, whose training takes half a minute of a core, for quality, and a wide one, for bytes and time.
+Other data is made, but is not noise: every class has a pattern, every token its successors, and a sample is drawn from
 (seed, split, rank, step), so that all methods see the same samples in the same order and none sees a sample twice.
 
 =============  ==============================================  ============  =============  ==========================
 name           network, random weights                         parameters    a sample       learns
 =============  ==============================================  ============  =============  ==========================
-resnet18       torchvision's, as published (stem of stride 2)  11.2 M        32 × 32        10 noisy patterns
+glyphs         residual, 4 blocks, width 16, 3×3 stem          0.3 M         16 × 16        52 letters of new typefaces
+glyphs-wide    the same, 8 blocks, width 64: ResNet-18         11.2 M        16 × 16        the same
+text           decoder, 2 layers of width 96, tied             0.3 M         64 bytes       the next byte
+text-wide      the same, 6 layers of width 384                 10.8 M        64 bytes       the same
+resnet18       torchvision's, 3×3 stem, no first pooling       11.2 M        16 × 16        10 noisy patterns
 gpt            6 layers of width 384, untied                   10.8 M        32 tokens      a Markov chain of 256 tokens
 vit            6 layers of width 384, patches of 8             10.7 M        32 × 32        10 noisy patterns
 imagenet       one of `networks`                               by network    224 × 224      an image folder, or patterns
 =============  ==============================================  ============  =============  ==========================
 
-Sizes are chosen for one slow core per rank: a step computes for about a tenth of a second, and exchanges as many bytes
-as networks of that kind do. A real accelerator computes more in that time, on more samples, for the same bytes; what
-counts for a slow link is seconds of compute against bytes, and `train_gradient` tells both, and the FLOPs.
+Stems are those for small images: torchvision's own leaves one pixel to the last layers, eight ninths of whose
+weights then have a gradient of exactly zero. `without_gradient` measures that share.
 
-Legend: B batch · T tokens.
+Legend: N samples · B batch · T tokens.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from networks import build
+from tasks import glyphs, text
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import models, transforms
 from torchvision.datasets import ImageFolder
+from torchvision.models.resnet import BasicBlock
 
+DATA = Path(__file__).resolve().parent.parent / ".cache"
+"""Where the stored tasks are prepared."""
 CLASSES, PIXELS, TOKENS, VOCABULARY = 10, 32, 32, 256
 HELD_OUT = -1
 
@@ -133,11 +146,12 @@ class Patterns(Made):
 class ResNet18(Patterns):
     """A convolutional network; most of its bytes are in its last layers."""
 
-    recipe = Recipe("sgd", 0.05, 16)
+    recipe = Recipe("sgd", 0.05, 8)
+    most_shift, pixels = 2, 16
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
-        self.model = models.resnet18(weights=None, num_classes=CLASSES).to(device)
+        self.model = build("resnet18", CLASSES, self.pixels).to(device)
 
 
 class ViT(Patterns):
@@ -172,16 +186,26 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder as in GPT-2: learned positions, normalisation before, its own output layer."""
+    """A decoder as in GPT-2: learned positions, normalisation before.
 
-    def __init__(self, width: int, layers: int, heads: int) -> None:
+    Args:
+        width: Of a token's vector.
+        layers: Blocks.
+        heads: Of each block's attention.
+        tokens: T, most in a sequence.
+        tied: The output layer's weights are those of the embedding; else it has its own.
+    """
+
+    def __init__(self, width: int, layers: int, heads: int, tokens: int = TOKENS, tied: bool = False) -> None:
         super().__init__()
-        self.embed, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(TOKENS, width)
+        self.embed, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(tokens, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.normalise, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x = self.embed(tokens_BT) + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
@@ -259,5 +283,165 @@ class Folder(Task):
             yield images.to(self.device), labels_B.to(self.device)
 
 
-TASKS: dict[str, type[Made]] = {"resnet18": ResNet18, "gpt": GPT, "vit": ViT}
-"""The tasks that need no files."""
+class Samples(NamedTuple):
+    """A stored task's data: inputs (N, …) and targets, of training and held out."""
+
+    train_x: Tensor
+    train_y: Tensor
+    held_x: Tensor
+    held_y: Tensor
+
+
+class Stored(Task):
+    """A task whose samples lie in memory, split over the ranks: each has its own part, in a new order each epoch.
+
+    Args:
+        seed: Of the order of the samples.
+        device: Of the model and the batches.
+        samples: The data; None: loaded from `DATA`, where it is prepared if it is not there.
+    """
+
+    load: staticmethod[[], Samples]
+    """Loads the task's data."""
+
+    def __init__(self, seed: int, device: torch.device, samples: Samples | None = None) -> None:
+        super().__init__(seed, device)
+        self.samples = samples or self.load()
+
+    def part(self, rank: int, world_size: int) -> Tensor:
+        """Returns the rows of a rank, drawn once and for all seeds."""
+        everyone = torch.Generator().manual_seed(0)
+        return torch.randperm(len(self.samples.train_x), generator=everyone)[rank::world_size]
+
+    def batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        part, epoch = self.part(rank, world_size), 0
+        if len(part) < batch_size:
+            raise SystemExit(f"expected at least {batch_size} samples of a rank, got {len(part)}")
+        while True:
+            order = part[torch.randperm(len(part), generator=self.generator(rank, epoch))]
+            for first in range(0, len(order) - batch_size + 1, batch_size):
+                rows = order[first : first + batch_size]
+                yield self.samples.train_x[rows].to(self.device), self.samples.train_y[rows].to(self.device)
+            epoch += 1
+
+    def held_out(self, num_samples: int) -> Iterator[tuple[Tensor, Tensor]]:
+        everyone = torch.Generator().manual_seed(0)
+        rows = torch.randperm(len(self.samples.held_x), generator=everyone)[:num_samples]
+        for some in rows.split(256):
+            yield self.samples.held_x[some].to(self.device), self.samples.held_y[some].to(self.device)
+
+
+@cache
+def load_glyphs() -> Samples:
+    """Loads the letters, each mean of 2 × 2 pixels one: inputs (N, 1, 16, 16) between 0 and 1, targets (N,)."""
+    with np.load(glyphs.prepare(DATA / "glyphs")) as stored:
+        pixels = [stored[name].reshape(-1, 16, 2, 16, 2) for name in ("train_x", "val_x")]
+        means = [each.mean((2, 4), dtype=np.float32) / np.float32(255) for each in pixels]
+        inputs = [torch.from_numpy(each).unsqueeze(1) for each in means]
+        return Samples(inputs[0], torch.from_numpy(stored["train_y"]), inputs[1], torch.from_numpy(stored["val_y"]))
+
+
+@cache
+def load_text() -> Samples:
+    """Loads sequences of 65 bytes: inputs (N, 64), and targets (N, 64), the bytes that follow; split by package."""
+    parts = [part[:, : 3 * 65].reshape(-1, 65) for part in text.model_parts(text.load(DATA / "text"))]
+    train, held = (torch.from_numpy(part.astype(np.int64)) for part in parts)
+    return Samples(train[:, :-1], train[:, 1:], held[:, :-1], held[:, 1:])
+
+
+class Letters(nn.Sequential):
+    """A residual network with the stem for small images: ResNet-18's four stages, of any width and depth.
+
+    Args:
+        width: Channels of the first stage; each next one has twice as many.
+        blocks: Of each stage.
+    """
+
+    def __init__(self, width: int, blocks: int) -> None:
+        layers: list[nn.Module] = [nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        inputs = width
+        for stage in range(4):
+            outputs = width << stage
+            for number in range(blocks):
+                stride = 2 if stage and not number else 1
+                shortcut = None
+                if stride > 1:
+                    convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+                    shortcut = nn.Sequential(convolution, nn.BatchNorm2d(outputs))
+                layers.append(BasicBlock(inputs, outputs, stride, shortcut))
+                inputs = outputs
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, len(glyphs.LETTERS)))
+
+
+class Glyphs(Stored):
+    """Which letter is it? Typefaces are split between training and validation."""
+
+    recipe = Recipe("sgd", 0.1, 32)
+    load = staticmethod(load_glyphs)
+    width, blocks = 16, 1
+
+    def __init__(self, seed: int, device: torch.device, samples: Samples | None = None) -> None:
+        super().__init__(seed, device, samples)
+        self.model = Letters(self.width, self.blocks).to(device)
+
+
+class WideGlyphs(Glyphs):
+    """ResNet-18."""
+
+    recipe = Recipe("sgd", 0.1, 4)
+    width, blocks = 64, 2
+
+
+class Text(Stored):
+    """Which byte is next? Packages are split between training and validation."""
+
+    recipe = Recipe("adamw", 2e-3, 16)
+    load = staticmethod(load_text)
+    width, layers, heads = 96, 2, 4
+
+    def __init__(self, seed: int, device: torch.device, samples: Samples | None = None) -> None:
+        super().__init__(seed, device, samples)
+        self.model = Transformer(self.width, self.layers, self.heads, 64, tied=True).to(device)
+
+
+class WideText(Text):
+    """GPT of 10.8 M parameters."""
+
+    recipe = Recipe("adamw", 1e-3, 4)
+    width, layers, heads = 384, 6, 6
+
+
+TASKS: dict[str, type[Made | Stored]] = {
+    "resnet18": ResNet18,
+    "gpt": GPT,
+    "vit": ViT,
+    "glyphs": Glyphs,
+    "glyphs-wide": WideGlyphs,
+    "text": Text,
+    "text-wide": WideText,
+}
+"""The tasks that need no folder."""
+
+
+def without_gradient(task: Task, num_steps: int = 3, batch_size: int | None = None) -> float:
+    """Measures how much of a network never learns.
+
+    Args:
+        task: Its model is as before afterwards.
+        num_steps: Batches that are looked at.
+        batch_size: Of them; None: the task's.
+
+    Returns:
+        The share of the parameters whose gradient is exactly zero in each of the batches, as a fraction.
+    """
+    state = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    parameters = list(task.model.parameters())
+    has_any = [torch.zeros_like(parameter, dtype=torch.bool) for parameter in parameters]
+    for inputs, targets in islice(task.batches(0, 1, batch_size or task.recipe.batch_size), num_steps):
+        task.loss(task.model(inputs), targets).backward()
+        for parameter, seen in zip(parameters, has_any, strict=True):
+            if parameter.grad is not None:
+                seen |= parameter.grad != 0
+        task.model.zero_grad()
+    task.model.load_state_dict(state)
+    return 1 - sum(int(seen.sum()) for seen in has_any) / sum(parameter.numel() for parameter in parameters)

@@ -6,12 +6,13 @@ Started once per rank, by torchrun or by hand with RANK, WORLD_SIZE, MASTER_ADDR
 
 Rank 0 prints to stdout, one object a line:
 
-    setup   what is trained: parameters, FLOPs of one rank's step, batch, settings, versions
+    setup   what is trained: parameters, the share of them without a gradient, FLOPs of one rank's step, settings
     played  with --played: `seconds` of forward and backward
-    step    loss of rank 0's batch, and what all steps up to here took: `seconds`, `bytes_sent`, `bytes_received`
+    step    loss of rank 0's batch, and what all steps up to here took: `seconds`, `cpu_seconds` of rank 0's process,
+            `bytes_sent`, `bytes_received`
     eval    held-out `loss` and `accuracy` (a fraction) after so many steps
-    end     `step_seconds` and bytes per step: means over all but the first four, which compile and warm caches up; what
-            a method still has to bring home after the last step is in `seconds` alone
+    end     `step_seconds`, CPU seconds and bytes per step: means over all but the first four, which compile and warm
+            caches up; what a method still has to bring home after the last step is in `seconds` alone
 
 Seconds run while it trains: looking at the result stops the clock. Bytes are those that rank 0's network interface has
 counted, whoever sent them; on a loopback interface both directions of all ranks are in them. With --controller the
@@ -39,7 +40,7 @@ import torch
 import torch.distributed as dist
 from gradient_methods import METHODS, Method, Settings
 from gradient_played import Played
-from gradient_tasks import TASKS, Folder, Large, Task
+from gradient_tasks import TASKS, Folder, Large, Task, without_gradient
 from torch.utils.flop_counter import FlopCounterMode
 
 SETTLING_STEPS = 4
@@ -61,11 +62,11 @@ def interface_of(address: str) -> str:
 
 
 class Meter:
-    """Seconds and bytes of the training alone."""
+    """Seconds, CPU time and bytes of the training alone."""
 
     def __init__(self, interface: str) -> None:
         self.interface = interface
-        self.seconds, self.sent, self.received = 0.0, 0, 0
+        self.seconds, self.cpu_seconds, self.sent, self.received = 0.0, 0.0, 0, 0
 
     def counters(self) -> tuple[int, int]:
         """Bytes that the interface has sent and received so far."""
@@ -78,11 +79,12 @@ class Meter:
 
     def start(self) -> None:
         """Counts from here …"""
-        self.begun, self.before = time.perf_counter(), self.counters()
+        self.begun, self.cpu_begun, self.before = time.perf_counter(), time.process_time(), self.counters()
 
     def stop(self) -> None:
         """… to here."""
         self.seconds += time.perf_counter() - self.begun
+        self.cpu_seconds += time.process_time() - self.cpu_begun
         sent, received = self.counters()
         self.sent += sent - self.before[0]
         self.received += received - self.before[1]
@@ -91,7 +93,8 @@ class Meter:
         """What there is so far, the clock running on."""
         self.stop()
         self.start()
-        return {"seconds": self.seconds, "bytes_sent": self.sent, "bytes_received": self.received}
+        totals = {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
+        return totals | {"bytes_sent": self.sent, "bytes_received": self.received}
 
 
 def flops_of(task: Task, batch_size: int) -> int:
@@ -126,7 +129,7 @@ def train(task: Task, method: Method, given: argparse.Namespace, meter: Meter) -
     """All steps, looking at the result every so often and at the end."""
     batches = task.batches(dist.get_rank(), dist.get_world_size(), method.settings.batch_size)
     last = given.stop_after or given.steps
-    row: dict[str, Any] = {"step": 0, "seconds": 0.0, "bytes_sent": 0, "bytes_received": 0}
+    row: dict[str, Any] = {"step": 0, "seconds": 0.0, "cpu_seconds": 0.0, "bytes_sent": 0, "bytes_received": 0}
     settled = row
     dist.barrier()
     meter.start()
@@ -149,9 +152,9 @@ def train(task: Task, method: Method, given: argparse.Namespace, meter: Meter) -
             dist.barrier()
             meter.start()
     meter.stop()
-    names = {"seconds": "step_seconds", "bytes_sent": "step_bytes_sent", "bytes_received": "step_bytes_received"}
+    names = ("seconds", "cpu_seconds", "bytes_sent", "bytes_received")
     count = max(1, last - settled["step"])
-    means = {mean: (row[total] - settled[total]) / count for total, mean in names.items()}
+    means = {f"step_{name}": (row[name] - settled[name]) / count for name in names}
     say("end", steps=last, seconds=meter.seconds, **means)
 
 
@@ -181,6 +184,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--density-warm-up", type=int, default=0, metavar="STEPS", help="engine and hook: begin denser")
     parser.add_argument("--inner-steps", type=int, default=20, help="diloco: steps between two exchanges")
+    parser.add_argument("--outer-lr", type=float, default=0.7, help="diloco-bf16: rate of the outer optimizer")
     parser.add_argument(
         "--played", nargs="?", const=0.0, type=float, metavar="SECONDS",
         help="forward and backward as on an accelerator that takes so long; default: as long as they take here",
@@ -206,9 +210,9 @@ def build_task(given: argparse.Namespace, device: torch.device) -> Task:
     return Folder(given.seed, device, given.data, given.network, given.workers)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Builds what the flags say, and trains."""
-    given = build_parser().parse_args()
+    given = build_parser().parse_args(argv)
     if given.final_samples is None:
         given.final_samples = given.eval_samples
     if given.address:
@@ -225,7 +229,7 @@ def main() -> None:
     batch_size = given.batch_size or task.recipe.batch_size
     if given.epochs and isinstance(task, Folder):
         given.steps = given.epochs * task.steps_per_epoch(dist.get_world_size(), batch_size)
-    names = ("steps", "compressor", "density", "quantiser", "staleness", "controller", "inner_steps")
+    names = ("steps", "compressor", "density", "quantiser", "staleness", "controller", "inner_steps", "outer_lr")
     names += ("correction", "density_warm_up")
     settings = Settings(
         optimizer=task.recipe.optimizer,
@@ -233,17 +237,19 @@ def main() -> None:
         batch_size=batch_size,
         **{name: getattr(given, name) for name in names},
     )
-    about = {
-        "task": given.task,
-        "method": given.method,
-        "world_size": dist.get_world_size(),
-        "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
-        "flops_per_step": flops_of(task, batch_size),
-        "settings": dataclasses.asdict(settings),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "torch": torch.__version__,
-    }
-    say("setup", **about)
+    if dist.get_rank() == 0:
+        about = {
+            "task": given.task,
+            "method": given.method,
+            "world_size": dist.get_world_size(),
+            "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
+            "flops_per_step": flops_of(task, batch_size),
+            "without_gradient": without_gradient(task, batch_size=batch_size),
+            "settings": dataclasses.asdict(settings),
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "torch": torch.__version__,
+        }
+        say("setup", **about)
     if given.played is not None:
         dist.barrier()  # so that both measure while both compute
         task = Played(task, dist.get_rank(), dist.get_world_size(), batch_size, given.played or None)

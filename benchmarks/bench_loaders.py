@@ -17,8 +17,8 @@ Method
     loaders are set up as their documentation advises (benchmarks/loader_methods.py says how).
 
     A run is one loader in a process of its own with an empty cache: set-up, a first epoch, then more. Rounds are
-    interleaved: every loader once, then all again. Figures are medians over the second (and later) epochs of all rounds,
-    the spread is their lowest to highest. CPU time is that of the process and everything it started (workers, a private
+    interleaved: every loader once, then all again. Figures are medians over all epochs but the first of each run, the
+    spread is their lowest to highest. CPU time is that of the process and everything it started (workers, a private
     Redis server), not the mount's. Opens and bytes are those the mount served in an epoch. A converted copy is opened
     by shard, so its opens say little; its bytes do. `unbiased` draws 70 % of the samples an epoch, which shortens the
     epoch and not the samples/s.

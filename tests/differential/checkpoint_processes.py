@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 LONGEST_SECONDS = 60.0
@@ -75,6 +76,7 @@ def _fork(rank: int, num: int, act: Callable[[int, Say], None], meeting: Path | 
         os.close(writing)
         return process_id, reading
     os.close(reading)
+    torch.set_num_threads(1)  # threads of the parent do not survive the fork, and OpenMP would wait for them
 
     def say(value: Any) -> None:
         content = pickle.dumps(value)

@@ -64,6 +64,7 @@ def state(folder: Path, name: str) -> Any:
     return torch.load(folder / name, weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_one_rank_two_ranks(tmp_path: Path) -> None:
     for world_size, verb in ((2, "save"), (1, "load"), (2, "load")):

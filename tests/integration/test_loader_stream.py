@@ -515,7 +515,9 @@ def test_two_loaders_side_by_side(folder: Path) -> None:
         assert all(torch.equal(mine[2], theirs[2]) for mine, theirs in pairs)
 
 
-@pytest.mark.parametrize("how", ["interrupt", "exit", "exception"])
+@pytest.mark.parametrize(
+    "how", ["interrupt", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exit", "exception"))]
+)
 def test_a_process_ends_in_the_middle_of_an_epoch(folder: Path, how: str) -> None:
     program = f"""
         import sys, time

@@ -133,7 +133,7 @@ class Run(NamedTuple):
     ranks: int
     row: str
     rate: str
-    """Of the links."""
+    """The bandwidth of the links, as scripts/testbed takes it."""
     number: int
     """Seed, or round."""
     lr: float

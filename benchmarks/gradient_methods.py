@@ -56,7 +56,7 @@ class Settings:
     inner_steps: int = 20
     """DiLoCo's H."""
     outer_lr: float = 0.7
-    """Of diloco-bf16."""
+    """The rate of diloco-bf16's outer optimizer."""
 
     def of_sparse(self) -> dict[str, Any]:
         """What hook and engine are told alike."""

@@ -20,14 +20,14 @@ class Row(NamedTuple):
 
     label: str
     flags: tuple[str, ...]
-    """Of `train_gradient`."""
+    """The flags with which `train_gradient` is started."""
     hidden: float
     """Share of a step's compute beside which the exchange may run: 1 if it is one step late, 2/3, the backward pass, if
     it goes in buckets, 0 if it begins after it."""
     on_processor: bool = False
-    """Whether its own work needs a processor; else an accelerator does it, and a step's time leaves it out."""
+    """True: its own work needs a processor. False: an accelerator does it, and a step's time leaves it out."""
     is_offered: bool = True
-    """Whether a library has it; else it only separates two effects, and is never the right choice."""
+    """False: no library has it, so it only separates two effects, and is never the right choice."""
 
 
 _SPARSE = ("--method", "engine", "--compressor", "threshold-v", "--correction")
@@ -55,7 +55,7 @@ SLOWEST, FASTEST, FINENESS = 1e6, 1e11, 1.01
 
 
 class Cost(NamedTuple):
-    """What a way costs on every rank, in the mean of its steps."""
+    """The costs of a way on every rank, in the mean of its steps."""
 
     hidden: float
     """As in `Row`."""

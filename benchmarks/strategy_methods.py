@@ -241,7 +241,7 @@ NAMES = ["none", *OURS, *OUTSIDE]
 
 
 def leaves_modules_alone(name: str) -> bool:
-    """Whether a strategy hooks no module."""
+    """Returns whether a strategy hooks no module."""
     module = torch.nn.Linear(1, 1)
     strategy = STRATEGIES.get(name)()
     strategy.attach([module], [torch.optim.SGD(module.parameters())])

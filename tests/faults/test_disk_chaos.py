@@ -155,7 +155,7 @@ class Chaos:
         self._patch(step, mock.patch.object(os, "pwrite", lose))
 
     def do_torn(self, step: int) -> None:
-        """What a crash may leave: an entries file that is shorter than its index says."""
+        """Leaves what a crash may leave: an entries file that is shorter than its index says."""
         del step
         for path in self._files("entries"):
             os.truncate(path, self._rng.randrange(path.stat().st_size + 1))

@@ -182,6 +182,11 @@ def _norm(loss_B: Floats, norm_B: Floats, last_B: Floats) -> Floats:
     return norm_B
 
 
+def _norm_of_loss(loss_B: Floats, norm_B: Floats, last_B: Floats) -> Floats:
+    """One minus the probability of the target, for cross-entropy: the norm's part that the loss alone gives."""
+    return -np.expm1(-loss_B)
+
+
 def _one(loss_B: Floats, norm_B: Floats, last_B: Floats) -> Floats:
     return np.ones_like(loss_B)
 
@@ -208,6 +213,7 @@ KEPT: dict[str, Callable[[Setting], Way]] = {
     "random": lambda at: Sampled(at, _one),
     "loss": lambda at: Sampled(at, _loss),
     "gradient norm": lambda at: Sampled(at, _norm),
+    "gradient norm, from the loss": lambda at: Sampled(at, _norm_of_loss),
     "loss, proportional": lambda at: Sampled(at, _squared(_loss)),
     "gradient norm, proportional": lambda at: Sampled(at, _squared(_norm)),
     "loss, weights annealed": lambda at: Sampled(at, _loss, 0.5, True),

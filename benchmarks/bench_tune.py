@@ -3,7 +3,7 @@
     python benchmarks/bench_tune.py --method shade --seeds 20
 
 prints one row for each surface: the shortfall of the best point against the optimum (without the noise) after 20 and
-31 evaluations, the number of seeds within a twentieth of it (the bar of tests/unit/control/test_study.py), the mean
+31 evaluations, the number of seeds within a twentieth of it (the bar of tests/integration/test_study.py), the mean
 error of the profile in percent of the surface's range, and processor seconds for a search. `shade` is the search of the
 imported `shade.control.study`: with PYTHONPATH set to a checkout of 853ef6a, the former Gaussian process.
 """

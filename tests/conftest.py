@@ -47,6 +47,12 @@ gc.disable()
 def pytest_collection_finish() -> None:
     """Leaves what lives as long as the process out of every later garbage collection."""
     gc.enable()
+    pytest_runtest_setup()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """The same for what earlier tests imported: PyTorch brings half of itself with the first optimizer."""
     gc.collect()
     gc.freeze()
 

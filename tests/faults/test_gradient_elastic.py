@@ -1,7 +1,7 @@
 """A rank is killed, hangs, or is cut off: the others continue without it, and with it or another once it comes.
 
 Real processes, over real links where the machine can make them. What is lost and kept to the last element is in
-tests/unit/gradient/test_elastic_engine.py.
+tests/integration/test_elastic_engine.py.
 """
 
 from __future__ import annotations

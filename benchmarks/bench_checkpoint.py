@@ -261,7 +261,9 @@ def run_child(kind: str, name: str, folder: Path, environment: dict[str, str]) -
     return figures
 
 
-def rounds_of(names: list[str], kept: Kept, num_rounds: int, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+def rounds_of(
+    names: list[str], kept: Kept, num_rounds: int, folder: Path, environment: dict[str, str]
+) -> dict[str, Any]:
     """All methods, round by round, with the floors of each round beside them."""
     found: dict[str, Any] = {name: [] for name in names}
     floors: list[dict[str, float]] = []

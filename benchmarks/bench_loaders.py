@@ -9,11 +9,11 @@ Method
     4,000 JPEGs of 400 × 300 pixels (about 35 KB) → random resized crop to 224, flip, normalise. Batches of 64, no
     training step. All files, the images and every converted copy, lie behind `scripts/slowfs`, which delays opens, caps
     the bandwidth of all readers together, caches nothing and counts; "local disk" is the same mount without delay or
-    cap, so that nobody profits from the page cache. The bucket is the same folder behind `object_server`, a stand-in for
-    S3 on this machine: each request is answered after 30 ms, all answers together get 50 MB/s. It has no TLS and takes
-    about a tenth of the cores that the loaders share with it. Loaders that read files only say so in their row. The
-    caches of loaders that have one hold 0, 20, 50 or 100 % of the data set, on local disk or in memory as the loader
-    likes. Small samples: bench_small_samples.
+    cap, so that nobody profits from the page cache. The bucket is the same folder behind `object_server`, a stand-in
+    for S3 on this machine: each request is answered after 30 ms, all answers together get 50 MB/s. It has no TLS, and
+    it shares the cores with the loaders. Loaders that read files only say so in their row. The caches of loaders that
+    have one hold 0, 20, 50 or 100 % of the data set, on local disk or in memory as the loader likes. Small samples:
+    bench_small_samples.
 
     torch's DataLoader is measured with 2 to 32 workers, with more prefetching, with simplejpeg, and with torchvision's
     own decoder and transforms v2. The base of all ratios is the fastest of these rows on the same storage. Other
@@ -34,21 +34,22 @@ The rule, written before the first result
        is ShadeLoader without a cache over that; the cache's part is ShadeLoader with a cache over without.
 
 What is measured how often, written before the first complete table
-    Round 0 measures everything once, but for what no claim above can use. On all storages but the local disk two workers
-    of torch wait for the storage: they are there as they come, and not with more prefetching or another decoder; from
-    the bucket they are at most 67 samples/s by arithmetic, and torch begins with 8. Of ours, the DataLoader and
-    `unbiased` are there with 20 % in cache, and Pillow without a cache; LitData with simplejpeg has 20 %.
+    Round 0 measures everything once, but for what no claim above can use. On all storages but the local disk two
+    workers of torch wait for the storage: they are there as they come, and not with more prefetching or another
+    decoder; from the bucket they are at most 67 samples/s by arithmetic, and torch begins with 8. Of ours, the
+    DataLoader and `unbiased` are there with 20 % in cache, and Pillow without a cache; LitData with simplejpeg has
+    20 %.
     Later rounds repeat, on each storage, what the three rules compare: ShadeLoader with all shares, and without a cache
     with Pillow; torch's fastest setting, and each other loader that is the fastest at a share, and with them whatever
-    came within a tenth of those in round 0. So the first shall not be the first by chance, and what is a tenth or more
-    behind stays a single figure, which its spread shows. Lines of an earlier protocol stay in the table.
+    came within a tenth of those in round 0, so that the first is not the first by chance. What is a tenth or more
+    behind keeps a single run, which the column `epochs` shows. Lines of an earlier protocol stay in the table.
 
     Every epoch is a line in loaders.jsonl, appended as its run ends. Started again, the command goes on where it was
     stopped; a method whose package is missing, or that fails or hangs, is a row that says so: it is left out of later
     rounds, and tried again when the command is.
 
 Command
-    python benchmarks/bench_loaders.py                    under 2 hours on two idle cores, of which round 0 takes 65 min
+    python benchmarks/bench_loaders.py                    2 hours on two idle cores, of which round 0 takes 75 minutes
     python benchmarks/bench_loaders.py --minutes 40       the next 40 minutes of it
     python benchmarks/bench_loaders.py --quick            every method once on few images: does it work?
     python benchmarks/bench_loaders.py --report           the table and the picture, from the lines there are

@@ -325,8 +325,8 @@ def table(known: dict[str, dict[str, Any]], rounds: list[dict[str, dict[str, Any
         back = [seconds for each in flights for seconds in each["back"]]
         lines.append(
             f"| {name} | {flights[0]['every']} steps | {found['cost']:.3f} s | {found['stall']:.3f} s | "
-            f"{found['durable']:.2f} s | {statistics.mean(shares):.3f} | {', '.join(f'{each:.3f}' for each in shares)} | "
-            f"{_lost(flights, 'kill')} | {_lost(flights, 'notice')} | {statistics.median(back or [0.0]):.2f} s |"
+            f"{found['durable']:.2f} s | {statistics.mean(shares):.3f} | "
+            f"{', '.join(f'{each:.3f}' for each in shares)} | {_lost(flights, 'kill')} | {_lost(flights, 'notice')} | {statistics.median(back or [0.0]):.2f} s |"
         )
     quiet = [each[UNDISTURBED]["steps"] for each in rounds]
     return [*lines, "", f"Undisturbed flights: {', '.join(map(str, quiet))} steps."]

@@ -44,7 +44,11 @@ class ObjectServer:
     """
 
     def __init__(self, folder: Path, latency_seconds: float, bytes_per_second: float) -> None:
-        self._folder, self._latency_seconds, self._bytes_per_second = folder.resolve(), latency_seconds, bytes_per_second
+        self._folder, self._latency_seconds, self._bytes_per_second = (
+            folder.resolve(),
+            latency_seconds,
+            bytes_per_second,
+        )
         self._line_free = 0.0
         self._counts = {"num_opens": 0, "num_reads": 0, "read_bytes": 0}
 
@@ -122,7 +126,7 @@ def object_server(folder: Path, latency_ms: float, megabytes_per_second: float) 
         yield url
     finally:
         server.terminate()
-        server.wait(30)
+        server.communicate(timeout=30)
 
 
 def main() -> None:

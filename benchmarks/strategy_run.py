@@ -214,8 +214,8 @@ def restore_on_ranks(name: str, given: Any, folder: Path, reference: Path) -> di
 
 
 def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Makes one row of all ranks' figures: of seconds the longest, since a step ends with the slowest rank; of bytes the
-    sum."""
+    """Makes one row of all ranks' figures: of seconds the longest, since a step ends with the slowest rank; of bytes
+    the sum."""
     found = dict(ranks[0])
     for name in found.keys() & {"stalls", "durable", "committed"}:
         found[name] = [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)]

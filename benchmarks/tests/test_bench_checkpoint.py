@@ -1,4 +1,4 @@
-"""The benchmark of one save beside other libraries: a row a method, compression is counted, an interrupted run goes on."""
+"""The benchmark of one save beside other libraries: a row a method, compression is counted, runs are kept."""
 
 from __future__ import annotations
 

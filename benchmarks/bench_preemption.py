@@ -59,6 +59,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +162,7 @@ def train(job: Job) -> None:
     """Restores and trains until the process is ended."""
     import strategy_run
 
+    warnings.simplefilter("ignore")  # DCP warns at each save that it is not distributed
     training = strategy_run.Training(strategy_run.METHODS["none"], MODEL, job.size, None)
     (_train_with_shade if job.name == "shade" else _train_with_others)(job, training)
 
@@ -241,7 +243,7 @@ class Flight:
                 if is_noticed:
                     process.terminate()
                     process.join(NOTICE_SECONDS)
-            before = self._job.done.value if is_back else before
+            before = self._job.done.value if is_back else max(before, self._job.done.value)
         steps = before if self._job.name == UNDISTURBED else self._survived()
         return {"steps": steps, "lost": self.lost, "back": self.back}
 
@@ -326,7 +328,8 @@ def table(known: dict[str, dict[str, Any]], rounds: list[dict[str, dict[str, Any
         lines.append(
             f"| {name} | {flights[0]['every']} steps | {found['cost']:.3f} s | {found['stall']:.3f} s | "
             f"{found['durable']:.2f} s | {statistics.mean(shares):.3f} | "
-            f"{', '.join(f'{each:.3f}' for each in shares)} | {_lost(flights, 'kill')} | {_lost(flights, 'notice')} | {statistics.median(back or [0.0]):.2f} s |"
+            f"{', '.join(f'{each:.3f}' for each in shares)} | {_lost(flights, 'kill')} | {_lost(flights, 'notice')} | "
+            f"{statistics.median(back or [0.0]):.2f} s |"
         )
     quiet = [each[UNDISTURBED]["steps"] for each in rounds]
     return [*lines, "", f"Undisturbed flights: {', '.join(map(str, quiet))} steps."]
@@ -375,6 +378,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.quick:
         given.size, given.seconds, given.mtbf, given.rounds = "tiny", 20.0, 5.0, 1
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else tiny steps are waits of one thread for the other
     kept = Kept(None if given.out is None else given.out / "preemption.jsonl")
     known, rounds = measure(given, kept)
     shown = [f"round {number}: {_shown(trace(number, given.seconds, given.mtbf))}" for number in range(given.rounds)]

@@ -52,8 +52,8 @@ def test_trainings_survive_a_trace(tmp_path: Path) -> None:
     flights = {key.split()[1]: each for key, each in found.items() if key.startswith("0 ")}
     for name in ("shade", "dcp-async"):
         flight = flights[name]
-        assert 0 < flight["steps"] < flights["undisturbed"]["steps"]
-        assert len(flight["back"]) == sum(map(len, flight["lost"].values())) > 1
+        assert flight["steps"] > 0
+        assert len(flight["back"]) == sum(map(len, flight["lost"].values())) > 0
         assert all(lost == 0 for lost in flight["lost"]["notice"]), "a notice leaves time for a save"
         assert all(lost >= 0 for lost in flight["lost"]["kill"])
     assert "| shade | " in (tmp_path / "preemption.md").read_text()

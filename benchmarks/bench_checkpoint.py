@@ -380,7 +380,8 @@ def measure(given: argparse.Namespace) -> None:
         environment |= {"BENCH_QUICK": "yes"} if given.quick else {}
         result = rounds_of(names, kept, given.rounds, folder, environment)
         if not given.slow:
-            result["restore"] = kept("restore", lambda: restores(folder, environment, max(3, given.rounds)))
+            num_restores = 1 if given.quick else max(3, given.rounds)
+            result["restore"] = kept("restore", lambda: restores(folder, environment, num_restores))
     result["about"] = about(kept.commits, given.rounds)
     text = f"{result['about']}\n\n{table(result)}\n{compression(result)}"
     if "restore" in result:

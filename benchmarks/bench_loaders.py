@@ -94,7 +94,8 @@ STORAGE = {
 }
 BUCKETS = {"bucket, 30 ms, 50 MB/s": (30.0, 50.0)}
 """Milliseconds, and MB/s."""
-LOGIN = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": "us-east-1"}
+ACCESS = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": "us-east-1"}
+"""What S3 clients want to know; the object server does not look at it."""
 TWO_WORKERS = ("torch-2-deep", "torch-2-simplejpeg", "torch-2-v2")
 LEFT_OUT = {
     "2 ms, 100 MB/s": TWO_WORKERS,
@@ -186,7 +187,7 @@ def stored(folder: Path, storage: str) -> Iterator[str]:
             yield str(mount)
         return
     with object_server(folder, *BUCKETS[storage]) as url:
-        words = LOGIN | {"AWS_ENDPOINT_URL": url}
+        words = ACCESS | {"AWS_ENDPOINT_URL": url}
         os.environ.update(words)
         try:
             yield f"{SCHEME}{BUCKET}"

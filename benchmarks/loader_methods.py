@@ -454,7 +454,10 @@ class Lit(Method):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         from litdata import StreamingDataLoader, StreamingDataset
+        from litdata.streaming import downloader
 
+        # What it reads objects with refuses a server without TLS, and there is no option for that.
+        getattr(downloader, "_OBSTORE_CLIENT_OPTIONS", {})["allow_http"] = "true"
         data = StreamingDataset(
             self.data if is_object(self.data) else f"local:{self.data}",
             cache_dir=str(setting.scratch / "lit"),

@@ -7,8 +7,8 @@ HEAD, and lists of keys, which all fit into one answer. A request is answered af
 get the bandwidth, each one when the line has carried those before it. Any bucket's name will do, and logins are not
 looked at. ``GET /.stats`` counts objects opened, requests and bytes by the names of `scripts/slowfs`, never late.
 
-moto, the S3 server of our tests, parses and signs like Amazon's; on two cores it would take more of them than the
-loaders do.
+moto, the S3 server of our tests, takes five times the CPU time for a request (decision 0051), and shares the cores with
+the loaders.
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ class Method:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
         self.model, self.optimizer, self.folder = model, optimizer, folder
         self.durable_seconds: list[float] = []
+        self.noted = threading.Event()
+        """Set when the seconds of the save begun last are noted: a future wakes its waiters before it calls back."""
 
     def state(self) -> State:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -122,21 +124,20 @@ class DcpAsync(Method):
     kind = AsyncCheckpointerType.THREAD
     upload: Any = None
     staging: Any = None
-    noted: threading.Event
 
     def begin(self, step: int) -> None:
         begun = time.perf_counter()
         self.finish()
-        self.noted = threading.Event()
         answer = dcp.async_save(self.state(), async_stager=self.stager, **self.words(step))
         self.upload = getattr(answer, "upload_completion", answer)
         self.staging = getattr(answer, "staging_completion", None)
+        noted = self.noted = threading.Event()
 
-        def note(_: Any) -> None:
+        def landed(_: Any) -> None:
             self.durable_seconds.append(time.perf_counter() - begun)
-            self.noted.set()
+            noted.set()
 
-        self.upload.add_done_callback(note)
+        self.upload.add_done_callback(landed)
 
     def words(self, step: int) -> dict[str, Any]:
         """Further arguments of `async_save`."""
@@ -247,8 +248,11 @@ class Shade(Method):
         self.watch(handle, begun)
 
     def watch(self, handle: Any, begun: float) -> None:
+        noted = self.noted = threading.Event()
+
         def landed(_: Any) -> None:
             (self.committed_seconds if self.store else self.durable_seconds).append(time.perf_counter() - begun)
+            noted.set()
 
         handle.committed.add_done_callback(landed)
 
@@ -261,6 +265,7 @@ class Shade(Method):
         if self.handles:
             begun = self.handles[-1].begun
             self.checkpointer.wait_durable()
+            self.noted.wait()
             if self.store:
                 self.durable_seconds.append(time.monotonic() - begun)
 

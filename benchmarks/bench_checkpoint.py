@@ -18,15 +18,30 @@ Method
                 synced for it.
     at rest     the same of three more saves with the training standing still, so that a save has disk and cores to
                 itself, over the floor `disk` measured just before each.
+    written     bytes written for one save, over the state's size, the saves at rest left out: counted by the kernel for
+                this process, on slow storage by the mount for all.
     memory      peak resident memory above that of the run without saves, over the state's size.
     memcpy      the floor of `blocked` for a stop-and-copy: the C library's memcpy of the same bytes, one thread, warm
                 pages.
     disk        the floor of `durable`: the same bytes written from one warm buffer, with O_DIRECT or without, and
                 fsync, the faster of the two, nothing else running.
 
+    Slow storage: 100 MB/s behind a slowfs mount, where a save takes longer than twenty steps. A run has one unmeasured
+    save and two that are measured. `shade, asymmetric` is there twice: as it is, and with AsymCheck's selective
+    compression (codec zstd, a chunk is compressed only where that shortens the save).
+
+Rule for compression on slow storage, written before its results
+    It pays if `written` is below 1.00 and the median time until a save is durable is shorter with it than without it in
+    every round. Its price is `wall` and `blocked`, which stand in the same row.
+
 Command
-    python benchmarks/bench_checkpoint.py                     (half an hour; --rounds 1 for a look)
-    python benchmarks/bench_checkpoint.py --slow               the same on storage of 100 MB/s behind a slowfs mount
+    python benchmarks/bench_checkpoint.py --out benchmarks/results          (half an hour; --rounds 1 for a look)
+    python benchmarks/bench_checkpoint.py --slow --out benchmarks/results   (half an hour, eleven minutes a round; root)
+    python benchmarks/bench_checkpoint.py --slow --methods "shade, asymmetric" "shade, asymmetric, compressed"
+        compression alone (twelve minutes)
+    python benchmarks/bench_checkpoint.py --quick                           (a tiny model: does it work?)
+        Runs are kept in OUT/checkpoint.jsonl or OUT/checkpoint-slow.jsonl until the table is written; the same command
+        continues where it was interrupted.
 
 Reading
     A method that copies in the background shows small `blocked` and pays in `wall`, because the copy takes a core and
@@ -53,15 +68,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measures import commit, forget, machine, percentile
+from measures import Kept, forget, machine, percentile, written_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-WARM_UP, STEPS, SAVES, SAVES_AT_REST, TOKENS = 4, 20, (3, 8, 13, 18), 3, 64
+WARM_UP, STEPS, SAVES_AT_REST, TOKENS = 4, 20, 3, 64
+SAVES, SLOW_SAVES = ((1, 3), (3, 8, 13, 18)), ((3,), (3, 13))
+"""Steps behind which a save comes, of those for warming up and of those measured."""
 SLOW_METHODS = (
-    "none", "DCP async_save, stager reused", "DCP async_save, overlapped", "torchsnapshot async_take",
-    "shade, overlap", "shade, overlap, memory",
+    "DCP async_save, stager reused", "DCP async_save, overlapped", "torchsnapshot async_take", "shade, overlap",
+    "shade, overlap, memory", "shade, asymmetric", "shade, asymmetric, compressed",
 )  # fmt: skip
+TINY = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512}
 
 
 # ── one run, in a process of its own ────────────────────────────────────────────────────────────────────────────────
@@ -74,8 +92,17 @@ def build() -> tuple[Any, Any, Any]:
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
-    return model, torch.optim.Adam(model.parameters(), lr=1e-4), torch.randint(0, 50257, (1, TOKENS))
+    size = TINY if "BENCH_QUICK" in os.environ else {}
+    config = transformers.GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **size)
+    model = transformers.GPT2LMHeadModel(config)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-4), torch.randint(0, config.vocab_size, (1, TOKENS))
+
+
+def state_bytes_of(optimizer: Any) -> int:
+    """Bytes of all parameters and of what Adam keeps of each."""
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    held += [value for entry in optimizer.state.values() for value in entry.values()]
+    return sum(tensor.nbytes for tensor in held)
 
 
 def child(name: str, folder: Path) -> dict[str, Any]:
@@ -83,6 +110,7 @@ def child(name: str, folder: Path) -> dict[str, Any]:
     from checkpoint_methods import METHODS
 
     model, optimizer, tokens = build()
+    first_saves, saves = SLOW_SAVES if "BENCH_SLOW" in os.environ else SAVES
     blocked: list[float] = []
 
     def step(number: int, save: bool) -> None:
@@ -106,23 +134,25 @@ def child(name: str, folder: Path) -> dict[str, Any]:
     step(0, False)
     method = METHODS[name](model, optimizer, folder)
     for number in range(1, WARM_UP + 1):
-        step(number, save=number in (1, WARM_UP - 1))
+        step(number, save=number in first_saves)
     method.finish()
     blocked.clear()
     waiting.clear()
     method.durable_seconds.clear()
     getattr(method, "committed_seconds", []).clear()
-    begun = time.perf_counter()
+    written, begun = written_bytes(folder), time.perf_counter()
     for number in range(STEPS):
-        step(WARM_UP + 1 + number, save=number in SAVES)
+        step(WARM_UP + 1 + number, save=number in saves)
     method.finish()
     figures = {
         "wall": time.perf_counter() - begun,
+        "state_bytes": state_bytes_of(optimizer),
+        "written": (written_bytes(folder) - written) / len(saves),
         "blocked": blocked if name != "none" else [],
         "durable": list(method.durable_seconds),
         "committed": list(getattr(method, "committed_seconds", [])),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "at_rest": at_rest(method, folder) if name != "none" and "BENCH_AT_REST" in os.environ else [],
+        "at_rest": at_rest(method, folder) if name != "none" and "BENCH_SLOW" not in os.environ else [],
     }
     if hasattr(method, "checkpointer"):
         method.checkpointer.close()
@@ -133,7 +163,7 @@ def at_rest(method: Any, folder: Path) -> list[float]:
     """Seconds until a save is durable with nothing else going on, over the disk's own."""
     ratios = []
     for number in range(SAVES_AT_REST):
-        floor = disk_seconds(folder, STATE_BYTES)
+        floor = disk_seconds(folder, state_bytes_of(method.optimizer))
         begun = time.perf_counter()
         method.begin(WARM_UP + STEPS + 1 + number)
         method.may_change()
@@ -231,21 +261,30 @@ def run_child(kind: str, name: str, folder: Path, environment: dict[str, str]) -
     return figures
 
 
-def rounds_of(names: list[str], num_rounds: int, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+def rounds_of(
+    names: list[str], kept: Kept, num_rounds: int, folder: Path, environment: dict[str, str]
+) -> dict[str, Any]:
     """All methods, round by round, with the floors of each round beside them."""
     found: dict[str, Any] = {name: [] for name in names}
     floors: list[dict[str, float]] = []
-    for number in range(num_rounds):
-        floors.append({"memcpy": memcpy_seconds(STATE_BYTES), "disk": disk_seconds(folder, STATE_BYTES)})
-        for name in random.Random(number).sample(names, len(names)):
-            place = Path(tempfile.mkdtemp(dir=folder))
-            found[name].append(run_child("--child", name, place, environment))
+
+    def run(name: str) -> dict[str, Any]:
+        place = Path(tempfile.mkdtemp(dir=folder))
+        try:
+            return run_child("--child", name, place, environment)
+        finally:
             shutil.rmtree(place, ignore_errors=True)
+
+    def floors_of(num_bytes: int) -> dict[str, Any]:
+        return {"memcpy": memcpy_seconds(num_bytes), "disk": disk_seconds(folder, num_bytes)}
+
+    for number in range(num_rounds):
+        for name in random.Random(number).sample(names, len(names)):
+            found[name].append(kept(f"{number} {name}", lambda name=name: run(name)))  # type: ignore[misc]
             print(f"round {number}: {name}: {found[name][-1]['wall']:.1f} s", file=sys.stderr, flush=True)
+        num_bytes = found["none"][-1]["state_bytes"]
+        floors.append(kept(f"{number} floors", lambda num_bytes=num_bytes: floors_of(num_bytes)))  # type: ignore[misc]
     return {"methods": found, "floors": floors}
-
-
-STATE_BYTES = 1_493_000_000
 
 
 def table(result: dict[str, Any]) -> str:
@@ -254,10 +293,12 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"memcpy of the state: {floors['memcpy']:.3f} s; write and fsync: {floors['disk']:.2f} s.",
         "",
-        "| method | blocked | p99 | / memcpy | wall / no saves | committed | durable | / disk | at rest | memory |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| method | blocked | p99 | / memcpy | wall / no saves | committed | durable | / disk | at rest | written "
+        "| memory |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     quiet = result["methods"]["none"]
+    state_bytes = quiet[0]["state_bytes"]
     for name, runs in result["methods"].items():
         wall = statistics.median(run["wall"] / base["wall"] for run, base in zip(runs, quiet, strict=True))
         peak = statistics.median(run["peak_bytes"] - base["peak_bytes"] for run, base in zip(runs, quiet, strict=True))
@@ -270,12 +311,22 @@ def table(result: dict[str, Any]) -> str:
         ratios = [each for run in runs for each in run["at_rest"]]
         rest = f"{statistics.median(ratios):.2f}" if ratios else ""
         soon = f"{statistics.median(committed):.2f} s" if committed else ""
+        written = statistics.median(run["written"] for run in runs) / state_bytes
         late = statistics.median(durable)
         lines.append(
             f"| {name} | {median:.3f} s | {percentile(blocked, 0.99):.3f} s | {median / floors['memcpy']:.2f} | "
-            f"{wall:.3f} | {soon} | {late:.2f} s | {late / floors['disk']:.2f} | {rest} | {peak / STATE_BYTES:.2f} |"
+            f"{wall:.3f} | {soon} | {late:.2f} s | {late / floors['disk']:.2f} | {rest} | {written:.2f} × | "
+            f"{peak / state_bytes:.2f} |"
         )
     return "\n".join(lines)
+
+
+def compression(result: dict[str, Any]) -> str:
+    """A sentence on what compression gains, round by round; nothing where it was not measured."""
+    plain, packed = (result["methods"].get(f"shade, asymmetric{end}", ()) for end in ("", ", compressed"))
+    pairs = [[statistics.median(run["durable"]) for run in both] for both in zip(plain, packed, strict=False)]
+    ratios = ", ".join(f"{after / before:.2f}" for before, after in pairs)
+    return f"\nTime until durable with compression over that without, by round: {ratios}.\n" if ratios else ""
 
 
 def restores(folder: Path, environment: dict[str, str], num_rounds: int) -> dict[str, list[float]]:
@@ -313,8 +364,10 @@ def measure(given: argparse.Namespace) -> None:
 
     from shade.store._servers.server import LocalServer
 
-    names = given.methods or [name for name in USUAL if not given.slow or name in SLOW_METHODS]
+    names = given.methods or (SLOW_METHODS if given.slow else USUAL)
     names = ["none", *(name for name in names if name != "none")]
+    title = "checkpoint-slow" if given.slow else "checkpoint"
+    kept = Kept(given.out / f"{title}.jsonl" if given.out else None)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))
         if given.slow:
@@ -323,28 +376,28 @@ def measure(given: argparse.Namespace) -> None:
         server.start()
         stack.callback(server.stop)
         environment = {"BENCH_STORE": server.url.reveal()}
+        environment |= {"BENCH_SLOW": "yes"} if given.slow else {}
+        environment |= {"BENCH_QUICK": "yes"} if given.quick else {}
+        result = rounds_of(names, kept, given.rounds, folder, environment)
         if not given.slow:
-            environment["BENCH_AT_REST"] = "yes"
-        result = rounds_of(names, given.rounds, folder, environment)
-        if not given.slow:
-            result["restore"] = restores(folder, environment, max(3, given.rounds))
-    result["about"] = about(given.rounds)
-    text = f"{result['about']}\n\n{table(result)}\n"
+            num_restores = 1 if given.quick else max(3, given.rounds)
+            result["restore"] = kept("restore", lambda: restores(folder, environment, num_restores))
+    result["about"] = about(kept.commits, given.rounds)
+    text = f"{result['about']}\n\n{table(result)}\n{compression(result)}"
     if "restore" in result:
         text += f"\n{restore_table(result['restore'])}\n"
     print(text)
     if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        name = "checkpoint-slow" if given.slow else "checkpoint"
-        (given.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (given.out / f"{name}.md").write_text(text)
+        (given.out / f"{title}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (given.out / f"{title}.md").write_text(text)
+    kept.done()
 
 
-def about(num_rounds: int) -> str:
-    """Commit, machine and versions."""
+def about(commits: str, num_rounds: int) -> str:
+    """Commits, machine and versions."""
     import torch
 
-    return f"commit {commit()}, {num_rounds} rounds, torch {torch.__version__}, {machine()}"
+    return f"commit {commits}, {num_rounds} rounds, torch {torch.__version__}, {machine()}"
 
 
 @contextlib.contextmanager
@@ -372,6 +425,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", nargs="*", help="default: all")
     parser.add_argument("--slow", action="store_true", help="storage of 100 MB/s, behind slowfs (needs root)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: does it work?")
     parser.add_argument("--out", type=Path, help="folder for checkpoint.json and checkpoint.md")
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
     for kind in ("--child", "--restore", "--prepare"):

@@ -21,8 +21,19 @@ Method
     durable     from the call until it is on the disk, synced. What a library leaves in the page cache is synced for it.
     written     what the kernel counts as written to storage, over the state's size; without a server's flusher.
     recovery    in a new process, until the state is loaded; once a model.
+    read        what that reads, over the state's size, as the kernel counts it: the page cache's part included, and
+                what ranks exchange.
     equal       "bit", where all digests are those of the reference, or the largest difference as a part of its
                 tensor's largest number.
+
+    With --ranks the model is sharded by FSDP2 over so many processes of this machine, which share its cores and
+    exchange over gloo. `fsdp2` saves by way of our writer and stager, `fsdp2-dcp` by DCP's own writer with a stager
+    that keeps its buffers, `fsdp2-dcp-overlapped` with one that copies in a thread; all three through `dcp.async_save`.
+    A figure is the longest of all ranks', bytes are their sum, and as many new processes restore at once.
+
+    Rule for the ranks, written before their results: ours is ahead at a number of ranks if its cost is lower than both
+    others' by more than twice the difference's standard error, its stall and its recovery are no longer, and it
+    restores bit for bit. What does not hold is said beside the table.
 
 Command
     python benchmarks/bench_strategies.py --method asymmetric --model gpt2 --size base --every 5
@@ -33,6 +44,8 @@ Command
     python benchmarks/bench_strategies.py --candidates --rounds 4 --out benchmarks/results
         the default strategy: what may be it, no restores; five minutes a round on two idle cores, and it says what is
         left. Rows are kept in OUT/strategies-default.jsonl, the table in .md. The rule is decision 0048.
+    python benchmarks/bench_strategies.py --ranks 2 4 --model gpt2 --rounds 3 --out benchmarks/results
+        a sharded model; half an hour. Rows are kept in OUT/strategies-ranks.jsonl, the table in .md.
     python benchmarks/bench_strategies.py --model gpt2 --data /data/wikitext-2-raw --size base
         on real text (WikiText for gpt2, bloom, roberta; SQuAD v1.1 for bert; an ImageFolder for vit and resnet)
 
@@ -59,32 +72,36 @@ from typing import Any
 import strategy_models
 import strategy_report
 import strategy_run
-from measures import Child, Log, commit, forget, in_child, processors
-from strategy_methods import CANDIDATES, METHODS, NAMES, SPARE, process_of
+from measures import Log, commit, forget, processors
+from strategy_methods import CANDIDATES, METHODS, NAMES, SHARDED, SPARE, process_of
 
 from shade.errors import UnknownNameError
 
 ROWS = "strategies.jsonl"
 DEFAULT = "strategies-default"
 """Name of the files that say which strategy is the default."""
+SEVERAL = "strategies-ranks"
+"""Name of the files with several ranks."""
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """Where references are: on the disk they would hold up what is written and read there."""
 
 
-def measure(each: dict[str, Any], given: argparse.Namespace, place: Path, training: Child) -> dict[str, Any]:
+def measure(
+    each: dict[str, Any], given: argparse.Namespace, place: Path, training: strategy_run.Ranks
+) -> dict[str, Any]:
     """A method's turn, and in the first round a restore of what it has saved; what went wrong is a figure, too."""
     name, number = each["method"], each["round"]
     with (
         tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryDirectory(dir=MEMORY) as memory,
     ):
-        is_restored = number == 0 and name != "none" and not given.candidates
+        is_restored = (number == 0 or given.several) and name != "none" and not given.candidates
         reference = Path(memory) / "reference.pt" if is_restored else None
         try:
-            figures = training.call("take", name, Path(folder), reference, number)
+            figures = training.take(name, Path(folder), reference, number)
             if reference is not None:
                 forget(Path(folder))
-                figures |= in_child(strategy_run.restore, name, given, Path(folder), reference)
+                figures |= strategy_run.restore_on_ranks(name, given, Path(folder), reference)
         except RuntimeError as error:
             figures = {"failed": str(error)}
     return figures
@@ -127,7 +144,7 @@ def run_all(given: argparse.Namespace, names: list[str], log: Runs, place: Path)
         one = argparse.Namespace(**vars(given), model=model)
         with (
             spare_buffers(),
-            contextlib.closing(Child(strategy_run.Turns, one, METHODS[sharded or "none"])) as training,
+            contextlib.closing(strategy_run.Ranks(one, METHODS[sharded or "none"])) as training,
         ):
             for each in group:
                 number += 1
@@ -152,8 +169,9 @@ def spare_buffers() -> Iterator[None]:
 
 def setting(given: argparse.Namespace) -> dict[str, Any]:
     """What two rows must have in common to stand in one table."""
-    names = ("size", "every", "store")
-    return {name: getattr(given, name) for name in names} | {"data": str(given.data) if given.data else None}
+    found = {name: getattr(given, name) for name in ("size", "every", "store")}
+    found["data"] = str(given.data) if given.data else None
+    return found | {"ranks": given.ranks if given.several else None}
 
 
 def described(each: dict[str, Any], figures: dict[str, Any]) -> str:
@@ -188,29 +206,68 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--saves", type=int, default=3, metavar="NUM", help="measured in each turn, at most (3)")
     parser.add_argument("--rounds", type=int, default=5, metavar="NUM", help="of the table (5)")
     parser.add_argument("--data", type=Path, help="real text or images; made up otherwise")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="NUM", help="shard the model over 2 or more processes")
     parser.add_argument("--store", action="store_true", help="ours through a Redis server's memory")
     parser.add_argument("--out", type=Path, help="folder for strategies.jsonl, .md, .json and .png")
     parser.add_argument("--folder", type=Path, help="where to save; default: a temporary folder")
     return parser.parse_args()
 
 
+def chosen(given: argparse.Namespace) -> list[str]:
+    """Returns the methods to measure; the one that saves nothing is the first, where the model is whole.
+
+    Raises:
+        UnknownNameError: There is no such method, or none that several ranks can be measured with.
+    """
+    usual = SHARDED if given.ranks else CANDIDATES if given.candidates else NAMES
+    names = [given.method] if given.method else given.methods or usual
+    known = SHARDED if given.ranks else list(METHODS)
+    for name in names:
+        if name not in known:
+            noun = "method that shards the model" if given.ranks else "method"
+            raise UnknownNameError(f"no {noun} named {name!r}; known: {', '.join(known)}")
+    return list(names) if given.ranks else ["none", *(name for name in names if name != "none")]
+
+
+def report_of(given: argparse.Namespace, names: list[str], log: Runs) -> strategy_report.Report:
+    """Returns the report of what the log has for a setting."""
+    rows = [row for row in log.of(setting(given)) if row["model"] in given.models and row["method"] in names]
+    return strategy_report.Report(rows, setting(given))
+
+
+def write(given: argparse.Namespace, reports: list[strategy_report.Report]) -> None:
+    """Prints the reports, and writes their files."""
+    if given.several:
+        name = SEVERAL
+        text = "# A model sharded over several ranks\n\n" + "\n\n".join(report.of_ranks() for report in reports) + "\n"
+    elif given.candidates:
+        name = DEFAULT
+        text = f"# The default strategy\n\n{reports[0].about()}\n\n{reports[0].ranking()}\n"
+    else:
+        name, text = "", reports[0].text()
+    print(text)
+    if given.out is not None and name:
+        (given.out / f"{name}.md").write_text(text)
+    elif given.out is not None and not given.method:
+        reports[0].write(given.out)
+
+
 def main() -> None:
     """Command line."""
     given = parse()
     given.models = given.models or list(strategy_models.MODELS)
-    names = [given.method] if given.method else given.methods or (CANDIDATES if given.candidates else NAMES)
     try:
         for model in given.models:
             strategy_models.build(model, given.size, on_meta=True)  # imports what it needs, for all runs at once
-        for name in names:
-            if name not in METHODS:
-                raise UnknownNameError(f"no method named {name!r}; known: {', '.join(METHODS)}")
+        names = chosen(given)
     except UnknownNameError as error:
         sys.exit(f"bench_strategies: {error}")
-    names = ["none", *(name for name in names if name != "none")]
     if given.method:
         given.rounds = 1
-    log = Runs(None if given.out is None else given.out / (f"{DEFAULT}.jsonl" if given.candidates else ROWS))
+    given.several, numbers_of_ranks = bool(given.ranks), given.ranks or [1]
+    rows = f"{SEVERAL}.jsonl" if given.several else f"{DEFAULT}.jsonl" if given.candidates else ROWS
+    log = Runs(None if given.out is None else given.out / rows)
+    reports = []
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))
         if given.store:
@@ -220,16 +277,12 @@ def main() -> None:
             server.start()
             stack.callback(server.stop)
             os.environ["BENCH_STORE"] = server.url.reveal()
-        run_all(given, names, log, place)
-    rows = [row for row in log.of(setting(given)) if row["model"] in given.models and row["method"] in names]
-    report = strategy_report.Report(rows, setting(given))
-    text = f"{report.about()}\n\n{report.ranking()}\n" if given.candidates else report.text()
-    print(text)
-    if given.out is not None and given.candidates:
-        (given.out / f"{DEFAULT}.md").write_text(f"# The default strategy\n\n{text}")
-    elif given.out is not None and not given.method:
-        report.write(given.out)
-    sys.exit(1 if any("failed" in row for row in rows) else 0)
+        for num_ranks in numbers_of_ranks:
+            given.ranks = num_ranks
+            run_all(given, names, log, place)
+            reports.append(report_of(given, names, log))
+    write(given, reports)
+    sys.exit(1 if any(report.has_failed for report in reports) else 0)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Method:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
         self.model, self.optimizer, self.folder = model, optimizer, folder
         self.durable_seconds: list[float] = []
+        self.noted = threading.Event()
+        """Set when the seconds of the save begun last are noted: a future wakes its waiters before it calls back."""
 
     def state(self) -> State:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -118,7 +120,7 @@ class Dcp(Method):
 class DcpAsync(Method):
     """async_save as it comes."""
 
-    stager: DefaultStager | None = None
+    stager: Any = None
     kind = AsyncCheckpointerType.THREAD
     upload: Any = None
     staging: Any = None
@@ -126,16 +128,21 @@ class DcpAsync(Method):
     def begin(self, step: int) -> None:
         begun = time.perf_counter()
         self.finish()
-        answer = dcp.async_save(
-            self.state(),
-            checkpoint_id=self.folder / str(step),
-            async_checkpointer_type=self.kind,
-            async_stager=self.stager,
-            no_dist=self.kind is AsyncCheckpointerType.THREAD,
-        )
+        answer = dcp.async_save(self.state(), async_stager=self.stager, **self.words(step))
         self.upload = getattr(answer, "upload_completion", answer)
         self.staging = getattr(answer, "staging_completion", None)
-        self.upload.add_done_callback(lambda _: self.durable_seconds.append(time.perf_counter() - begun))
+        noted = self.noted = threading.Event()
+
+        def landed(_: Any) -> None:
+            self.durable_seconds.append(time.perf_counter() - begun)
+            noted.set()
+
+        self.upload.add_done_callback(landed)
+
+    def words(self, step: int) -> dict[str, Any]:
+        """Further arguments of `async_save`."""
+        no_dist = self.kind is AsyncCheckpointerType.THREAD
+        return {"checkpoint_id": self.folder / str(step), "async_checkpointer_type": self.kind, "no_dist": no_dist}
 
     def may_change(self) -> None:
         if self.staging is not None:
@@ -144,6 +151,7 @@ class DcpAsync(Method):
     def finish(self) -> None:
         if self.upload is not None:
             self.upload.result()
+            self.noted.wait()
 
 
 class DcpAsyncReused(DcpAsync):
@@ -219,12 +227,14 @@ class Shade(Method):
 
     strategy = "copy"
     store: str | None = None
+    options: Mapping[str, Any] = {}
+    """Of the `Checkpointer`, beside the strategy's own config."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.store = os.environ.get("BENCH_STORE") if type(self).store else None
         self.checkpointer = Checkpointer(
-            self.store, persist_to=str(self.folder), run=run_id(), strategy=self.strategy, every="never"
+            self.store, persist_to=str(self.folder), run=run_id(), strategy=self.strategy, every="never", **self.options
         )
         self.checkpointer.attach(model=self.model, optimizer=self.optimizer)
         self.handles: list[Any] = []
@@ -238,8 +248,11 @@ class Shade(Method):
         self.watch(handle, begun)
 
     def watch(self, handle: Any, begun: float) -> None:
+        noted = self.noted = threading.Event()
+
         def landed(_: Any) -> None:
             (self.committed_seconds if self.store else self.durable_seconds).append(time.perf_counter() - begun)
+            noted.set()
 
         handle.committed.add_done_callback(landed)
 
@@ -252,6 +265,7 @@ class Shade(Method):
         if self.handles:
             begun = self.handles[-1].begun
             self.checkpointer.wait_durable()
+            self.noted.wait()
             if self.store:
                 self.durable_seconds.append(time.monotonic() - begun)
 
@@ -263,9 +277,9 @@ class ShadeMemory(Shade):
     store = "BENCH_STORE"
 
 
-def shade_with(strategy: str) -> type[Shade]:
+def shade_with(strategy: str, **options: Any) -> type[Shade]:
     """Ours, by one of its strategies: shade.checkpoint._strategies says what each does."""
-    return type(f"Shade, {strategy}", (Shade,), {"strategy": strategy})
+    return type(f"Shade, {strategy}", (Shade,), {"strategy": strategy, "options": options})
 
 
 METHODS: dict[str, type[Method]] = {
@@ -289,3 +303,5 @@ METHODS: dict[str, type[Method]] = {
 USUAL = tuple(METHODS)
 """What is compared where nobody names methods: of ours those that are no rival's."""
 METHODS |= {f"shade, {name}": shade_with(name) for name in STRATEGIES if f"shade, {name}" not in METHODS}
+METHODS["shade, asymmetric, compressed"] = shade_with("asymmetric", codec="zstd", compress="if-faster")
+"""AsymCheck's selective compression: a chunk is compressed only where that shortens the save."""

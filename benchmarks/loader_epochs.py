@@ -4,21 +4,25 @@
     python benchmarks/loader_epochs.py run METHOD '{"root": …, "scratch": …, "side": 224, …}' EPOCHS
 
 CPU seconds are those of this process and all it has started, workers and a private Redis server included; opens and
-bytes are those the mount counted meanwhile. The first line is the set-up: making data set, server and loader.
+bytes are those the mount or the object server counted meanwhile. The first line is the set-up: making data set, server
+and loader.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from loader_methods import METHODS, Setting
+from loader_methods import METHODS, Setting, is_object
+from measures import SLOW_STATS
 
 NOT_INSTALLED = 3
 
@@ -36,12 +40,14 @@ def cpu_seconds() -> float:
 class Meter:
     """What happens from one reading to the next."""
 
-    def __init__(self, root: Path) -> None:
-        self._stats = root / ".slowfs-stats"
+    def __init__(self, root: str) -> None:
+        server = os.environ.get("AWS_ENDPOINT_URL", "")
+        self._stats = f"{server}/.stats" if is_object(root) else (Path(root) / SLOW_STATS).as_uri()
         self._before = self._now()
 
     def _now(self) -> dict[str, float]:
-        counts = json.loads(self._stats.read_text())
+        with urllib.request.urlopen(self._stats) as answer:
+            counts = json.load(answer)
         return {
             "seconds": time.perf_counter(),
             "cpu_seconds": cpu_seconds(),
@@ -80,8 +86,7 @@ def main(words: list[str]) -> None:
             convert(Path(rest[0]), Path(rest[1]))
         else:
             options = json.loads(rest[0])
-            options |= {key: Path(options[key]) for key in ("root", "scratch")}
-            run(name, Setting(**options), int(rest[1]))
+            run(name, Setting(**options | {"scratch": Path(options["scratch"])}), int(rest[1]))
     except ImportError as error:
         print(json.dumps({"missing": str(error).splitlines()[0]}), flush=True)
         sys.exit(NOT_INSTALLED)

@@ -4,7 +4,11 @@ All do the same work: JPEG bytes to a float32 batch (B, 3, side, side), through 
 the same normalisation; batches of `BATCH`. torch's DataLoader is measured with a range of workers, since the best
 number depends on the storage; others have as many workers or threads as their design asks for. A loader with a cache
 gets the same number of bytes for it. What has to be converted first is converted by the loader's own writer and lies
-behind the same slow mount as the images.
+behind the same slow mount as the images, or in the same bucket.
+
+In a bucket (a root ``s3://…``, served by `object_server`) each reads the way its documentation has for S3; where a user
+writes the reading, as with torch, SPDL, Grain and DALI's `external_source`, it is boto3's `get_object`. A method that
+cannot read from a bucket says so in `files_only`.
 
 A method is a class with `epoch`, and `convert` where it needs one. It lives in a process of its own
 (`loader_epochs`), so that what one imports or leaves behind does not touch the others; what is imported by one method
@@ -21,9 +25,9 @@ import itertools
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import default_loader
 
 BATCH, WORKERS = 64, 2
 SHARES = (0.0, 0.2, 0.5, 1.0)
@@ -40,14 +45,15 @@ MEAN, STD = [0.5] * 3, [0.25] * 3
 NUM_SHARDS = 100
 """Of a converted copy: 20 % of a small data set must hold many; peers' defaults of 64 MB would not fit once."""
 READ_THREADS, DECODE_THREADS = 32, 2
+SCHEME = "s3://"
 
 
 @dataclass(frozen=True)
 class Setting:
     """One case, as a method sees it."""
 
-    root: Path
-    """The mount: ``images`` in ImageFolder layout, and a folder for each converted copy."""
+    root: str
+    """The mount or the bucket: ``images`` in ImageFolder layout, and a folder for each converted copy."""
     scratch: Path
     """A fresh folder on local disk, for a loader's own cache."""
     side: int
@@ -81,9 +87,50 @@ def decode(content: bytes) -> Image.Image:
     return Image.open(io.BytesIO(content)).convert("RGB")
 
 
-def files(images: Path) -> list[tuple[str, int]]:
-    """(path, class) of every image."""
-    return ImageFolder(str(images)).samples
+def files(images: str | Path) -> list[tuple[str, int]]:
+    """(path or URL, class) of every image."""
+    if not is_object(str(images)):
+        return ImageFolder(str(images)).samples
+    found = [(address, address.split("/")[-2]) for address in objects(str(images))]
+    numbers = {name: number for number, name in enumerate(sorted({name for _, name in found}))}
+    return [(address, numbers[name]) for address, name in found]
+
+
+def objects(folder: str) -> list[str]:
+    """The URLs of all objects in a folder of a bucket."""
+    bucket, _, prefix = folder.removeprefix(SCHEME).partition("/")
+    pages = _client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/")
+    return sorted(f"{SCHEME}{bucket}/{each['Key']}" for page in pages for each in page["Contents"])
+
+
+def is_object(address: str) -> bool:
+    """Whether it is in a bucket."""
+    return address.startswith(SCHEME)
+
+
+def read(address: str) -> bytes:
+    """Returns what is in a file or an object."""
+    if not is_object(address):
+        return Path(address).read_bytes()
+    bucket, _, key = address.removeprefix(SCHEME).partition("/")
+    content: bytes = _client().get_object(Bucket=bucket, Key=key)["Body"].read()
+    return content
+
+
+def _client() -> Any:
+    """This process's S3 client, for all its threads."""
+    with _lock:
+        if os.getpid() not in _clients:
+            import boto3
+            from botocore.config import Config
+
+            config = Config(max_pool_connections=2 * READ_THREADS)
+            _clients[os.getpid()] = boto3.session.Session().client("s3", config=config)
+        return _clients[os.getpid()]
+
+
+_clients: dict[int, Any] = {}
+_lock = threading.Lock()
 
 
 def shard_bytes(images: Path) -> int:
@@ -116,12 +163,14 @@ class Method:
     folder = "images"
     """Of the converted copy, under the mount."""
     shares: tuple[float, ...] | None = None
-    """The shares of the data set that its cache can be limited to; None: it has no cache, or one without a limit, and
+    """The shares of the data set that it is measured with in cache; None: it has no cache, or one without a limit, and
     all shares are the same to it."""
+    files_only = ""
+    """Why it cannot read from a bucket."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.data = setting.root / self.folder
+        self.data = f"{setting.root}/{self.folder}"
 
     def epoch(self, number: int) -> int:
         """Loads one epoch; returns the number of samples."""
@@ -154,11 +203,44 @@ class Torch(Method):
 
     def data_set(self) -> Dataset[Any]:
         """Returns the images with their transform."""
-        return ImageFolder(str(self.data), transform=view(self.setting.side))
+        return self.images(view(self.setting.side), default_loader)
+
+    def images(self, transform: Callable[[Any], Any], loader: Callable[[str], Any]) -> Dataset[Any]:
+        """Returns the images of the folder or the bucket, opened and transformed."""
+        if is_object(self.data):
+            loader = _opened if loader is default_loader else loader
+            return Objects(files(self.data), transform, loader)
+        return ImageFolder(self.data, transform=transform, loader=loader)
 
     def epoch(self, number: int) -> int:
         """See `Method`."""
         return count(self.loader, self.setting.side)
+
+
+class Objects(Dataset[Any]):
+    """The data set that a user of boto3 writes.
+
+    Args:
+        samples: (URL, class) of each.
+        transform: Applied to the image.
+        loader: URL → image.
+    """
+
+    def __init__(
+        self, samples: list[tuple[str, int]], transform: Callable[[Any], Any], loader: Callable[[str], Any]
+    ) -> None:
+        self._samples, self._transform, self._loader = samples, transform, loader
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        address, label = self._samples[index]
+        return self._transform(self._loader(address)), label
+
+
+def _opened(address: str) -> Image.Image:
+    return decode(read(address))
 
 
 def torch_with(num_workers: int, prefetch_factor: int = 2, base: type[Torch] = Torch) -> type[Torch]:
@@ -172,7 +254,7 @@ class TorchSimple(Torch):
 
     def data_set(self) -> Dataset[Any]:
         """See `Torch`."""
-        return ImageFolder(str(self.data), transform=view(self.setting.side), loader=_simple_image)
+        return self.images(view(self.setting.side), _simple_image)
 
 
 class TorchTensors(Torch):
@@ -180,7 +262,6 @@ class TorchTensors(Torch):
 
     def data_set(self) -> Dataset[Any]:
         """See `Torch`."""
-        from torchvision.io import ImageReadMode, decode_image
         from torchvision.transforms import v2
 
         steps = v2.Compose(
@@ -191,12 +272,18 @@ class TorchTensors(Torch):
                 v2.Normalize(MEAN, STD),
             ]
         )
-        loader = partial(decode_image, mode=ImageReadMode.RGB)
-        return ImageFolder(str(self.data), transform=steps, loader=loader)
+        return self.images(steps, _tensor)
 
 
-def _simple_image(path: str) -> Image.Image:
-    return simple(Path(path).read_bytes())
+def _tensor(address: str) -> torch.Tensor:
+    from torchvision.io import ImageReadMode, decode_image
+
+    content = torch.frombuffer(bytearray(read(address)), dtype=torch.uint8) if is_object(address) else address
+    return decode_image(content, mode=ImageReadMode.RGB)
+
+
+def _simple_image(address: str) -> Image.Image:
+    return simple(read(address))
 
 
 def simple(content: bytes) -> Image.Image:
@@ -212,17 +299,17 @@ def simple(content: bytes) -> Image.Image:
 class Ours(Method):
     """ShadeDataset and ShadeSampler in torch's DataLoader."""
 
-    shares = SHARES
+    shares: tuple[float, ...] | None = (0.2,)
     mode = "uniform"
     cached_format = "encoded"
     workers = WORKERS
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        from shade import ShadeDataset, ShadeSampler
+        from shade import RemoteImageFolder, ShadeDataset, ShadeSampler
 
         self.dataset = ShadeDataset(
-            ImageFolder(str(self.data)),
+            RemoteImageFolder(self.data) if is_object(self.data) else ImageFolder(self.data),
             cache="local://" if setting.share else None,
             working_set_fraction=setting.share or 1.0,
             form=self.cached_format if setting.share else "encoded",
@@ -265,6 +352,8 @@ class Ours16(Ours):
 class OursThreads(Ours):
     """ShadeLoader in the DataLoader's place."""
 
+    shares = SHARES
+
     def make(self) -> Iterable[Any]:
         """See `Ours`."""
         from shade import ShadeLoader
@@ -275,11 +364,14 @@ class OursThreads(Ours):
 class OursThreadsUnbiased(OursThreads):
     """The same, drawing 70 % of the samples an epoch."""
 
+    shares = (0.2,)
     mode = "unbiased"
 
 
 class OursThreadsPillow(OursThreads):
     """ShadeLoader with torchvision's decoder, Pillow, in place of the one that it finds."""
+
+    shares = (0.0,)
 
     def __init__(self, setting: Setting) -> None:
         from shade.data._decode import jpeg
@@ -323,7 +415,7 @@ class Mosaic(Method):
 
         block = setting.num_samples if setting.share == 1 else int(setting.share * setting.num_samples) // 2
         data = Images(
-            remote=str(self.data),
+            remote=self.data,
             local=str(setting.scratch / "mds"),
             shuffle=True,
             shuffle_block_size=block,
@@ -362,9 +454,12 @@ class Lit(Method):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         from litdata import StreamingDataLoader, StreamingDataset
+        from litdata.streaming import downloader
 
+        # What it reads objects with refuses a server without TLS, and there is no option for that.
+        getattr(downloader, "_OBSTORE_CLIENT_OPTIONS", {})["allow_http"] = "true"
         data = StreamingDataset(
-            f"local:{self.data}",
+            self.data if is_object(self.data) else f"local:{self.data}",
             cache_dir=str(setting.scratch / "lit"),
             shuffle=True,
             drop_last=False,
@@ -396,6 +491,7 @@ class _Viewed:
 class LitSimple(Lit):
     """The same with simplejpeg, the decoder that ShadeLoader uses."""
 
+    shares = (0.2,)
     decoder = staticmethod(simple)
 
 
@@ -418,11 +514,11 @@ class WebData(Method):
         super().__init__(setting)
         import webdataset
 
-        shards = sorted(str(path) for path in self.data.glob("*.tar"))
         # Local paths are never cached; a pipe is, which is how its documentation reads network drives.
+        shards = [f"pipe:{command}" for command in self._commands()]
         data = (
             webdataset.WebDataset(
-                [f"pipe:cat {path}" for path in shards],
+                shards,
                 shardshuffle=len(shards),
                 cache_dir=str(setting.scratch) if setting.share else None,
                 cache_size=setting.cache_bytes,
@@ -433,6 +529,13 @@ class WebData(Method):
             .batched(BATCH)
         )
         self.loader = webdataset.WebLoader(data, batch_size=None, num_workers=WORKERS, persistent_workers=True)
+
+    def _commands(self) -> list[str]:
+        """Returns the command that reads each shard."""
+        if not is_object(self.data):
+            return [f"cat {path}" for path in sorted(Path(self.data).glob("*.tar"))]
+        server = os.environ["AWS_ENDPOINT_URL"]
+        return [f"curl -fs {server}/{shard.removeprefix(SCHEME)}" for shard in objects(self.data)]
 
     def epoch(self, number: int) -> int:
         """See `Method`."""
@@ -466,14 +569,14 @@ class Spdl(Method):
         self._std = torch.tensor(STD).view(1, 3, 1, 1)
         self._view = view(setting.side)
         try:
-            spdl.io.demux_image(Path(self.samples[0][0]).read_bytes())
+            spdl.io.demux_image(read(self.samples[0][0]))
         except RuntimeError:
             self._stages = self._decode_without, self._collate_without
         else:
             self._stages = self._decode, self._collate
 
     def _read(self, sample: tuple[str, int]) -> tuple[bytes, int]:
-        return Path(sample[0]).read_bytes(), sample[1]
+        return read(sample[0]), sample[1]
 
     def _decode(self, sample: tuple[bytes, int]) -> tuple[Any, int]:
         content, label = sample
@@ -545,7 +648,7 @@ class _Opened:
         self._transform = view(side)
 
     def __call__(self, sample: tuple[str, int]) -> tuple[Any, int]:
-        return self._transform(decode(Path(sample[0]).read_bytes())).numpy(), sample[1]
+        return self._transform(_opened(sample[0])).numpy(), sample[1]
 
 
 def _stacked(samples: list[tuple[Any, int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -557,6 +660,8 @@ def _stacked(samples: list[tuple[Any, int]]) -> tuple[torch.Tensor, torch.Tensor
 
 class Dali(Method):
     """DALI on the CPU: its own reader of files, decoding of the crop alone, two threads."""
+
+    files_only = "its reader waits for each file; the row below reads objects"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -622,6 +727,8 @@ class Dali(Method):
 class DaliParallel(Dali):
     """DALI with `external_source`, whose 16 processes read at the same time; its own reader reads file after file."""
 
+    files_only = ""
+
     def words(self) -> dict[str, Any]:
         """See `Dali`."""
         return {"py_num_workers": 16, "py_start_method": "fork"}
@@ -650,7 +757,7 @@ class _Contents:
         if info.epoch_idx != self._epoch:
             self._order, self._epoch = shuffled(self._samples, info.epoch_idx), info.epoch_idx
         path, label = self._order[info.idx_in_epoch % len(self._order)]
-        return np.fromfile(path, dtype=np.uint8), np.array([label])
+        return np.frombuffer(read(path), dtype=np.uint8), np.array([label])
 
 
 class Ffcv(Method):
@@ -658,6 +765,7 @@ class Ffcv(Method):
 
     shares = (SHARES[1], 1.0)
     folder = "ffcv"
+    files_only = "reads one local file"
 
     @staticmethod
     def convert(images: Path, out: Path) -> None:
@@ -679,7 +787,7 @@ class Ffcv(Method):
         normalize = NormalizeImage(scale * np.array(MEAN), scale * np.array(STD), np.float32)
         image = [RandomResizedCropRGBImageDecoder((setting.side,) * 2), RandomHorizontalFlip(), normalize, ToTensor()]
         self.loader = Loader(
-            str(self.data / "images.beton"),
+            f"{self.data}/images.beton",
             batch_size=BATCH,
             num_workers=WORKERS,
             order=OrderOption.RANDOM if setting.share == 1 else OrderOption.QUASI_RANDOM,
@@ -699,6 +807,7 @@ class HuggingFace(Method):
     """
 
     folder = "hf"
+    files_only = "load_from_disk copies the whole bucket to the local disk first"
 
     @staticmethod
     def convert(images: Path, out: Path) -> None:
@@ -717,7 +826,7 @@ class HuggingFace(Method):
         super().__init__(setting)
         import datasets
 
-        data = datasets.load_from_disk(str(self.data)).with_transform(_Transformed(setting.side))
+        data = datasets.load_from_disk(self.data).with_transform(_Transformed(setting.side))
         self.loader = DataLoader(data, BATCH, shuffle=True, num_workers=WORKERS, persistent_workers=True)
 
     def epoch(self, number: int) -> int:

@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from loader_methods import METHODS
+from loader_methods import METHODS, SHARES
 
 Rows = list[dict[str, Any]]
 Figures = dict[tuple[str, float | None], dict[str, Any]]
@@ -19,6 +19,8 @@ TORCH = tuple(name for name in METHODS if name.startswith("torch-"))
 OURS = tuple(name for name in METHODS if name.startswith("shade"))
 UNLIMITED = ("huggingface",)
 """Loaders that keep everything and cannot be limited: compared where all is cached."""
+CLOSE = 0.9
+"""Of the fastest one's samples/s: what is not clearly behind it."""
 HEAD = "| loader | in cache | samples/s | spread | epochs | ratio | first, s | CPU, ms | opens/N | bytes/all |"
 
 
@@ -68,6 +70,25 @@ def fastest(figures: Figures, names: tuple[str, ...], shares: tuple[float | None
         if name in names and share in shares and "why" not in each
     }
     return max(rates.items(), key=lambda each: each[1]) if rates else None
+
+
+def contenders(figures: Figures) -> set[tuple[str, float | None]]:
+    """Returns what the rules compare, and what is not clearly behind it: see `bench_loaders`."""
+    groups = [(TORCH, (None,)), *((rivals(share), (None, share)) for share in SHARES)]
+    found: set[tuple[str, float | None]] = {("shadeloader-pillow", 0.0), *(("shadeloader", share) for share in SHARES)}
+    for names, shares in groups:
+        best = fastest(figures, names, shares)
+        found |= {
+            (name, share)
+            for (name, share), each in figures.items()
+            if best and name in names and share in shares and each.get("rate", 0.0) >= CLOSE * best[1]
+        }
+    return found
+
+
+def rivals(share: float) -> tuple[str, ...]:
+    """Returns the loaders of others that are compared at a share."""
+    return tuple(name for name in METHODS if name not in OURS and (share == 1 or name not in UNLIMITED))
 
 
 def label(share: float | None) -> str:
@@ -123,12 +144,10 @@ def parts(figures: dict[str, Figures]) -> list[str]:
 
 def ahead(figures: dict[str, Figures]) -> list[str]:
     """A row for each storage and share: ShadeLoader and the fastest of all others."""
-    others = tuple(name for name in METHODS if name not in OURS)
     lines = ["| storage | in cache | ShadeLoader | fastest other | ratio |", "|---|---|---|---|---|"]
     for storage, each in figures.items():
         for share in sorted({share for _, share in each if share is not None}):
-            allowed = others if share == 1 else tuple(name for name in others if name not in UNLIMITED)
-            ours, other = fastest(each, ("shadeloader",), (share,)), fastest(each, allowed, (None, share))
+            ours, other = fastest(each, ("shadeloader",), (share,)), fastest(each, rivals(share), (None, share))
             if ours and other:
                 lines.append(
                     f"| {storage} | {label(share)} | {ours[1]:.0f} | {METHODS[other[0]][0]}: {other[1]:.0f} | "

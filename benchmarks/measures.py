@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+SLOW_STATS: Final = ".slowfs-stats"
+"""The file that holds a mount's counts (`scripts/slowfs`)."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_MAX: Final = -4
 """Of mallopt(3)."""
@@ -38,6 +40,30 @@ def forget(folder: Path) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+
+
+def written_bytes(folder: Path) -> int:
+    """Returns what was written so far: by all, where the folder lies behind `scripts/slowfs`; elsewhere by this process
+    to storage, as the kernel counts it; 0 where that is not counted."""
+    for above in folder.parents:
+        if (above / SLOW_STATS).exists():
+            return int(json.loads((above / SLOW_STATS).read_text())["written_bytes"])
+    return _counted("write_bytes")
+
+
+def read_bytes() -> int:
+    """Returns what this process has read so far from files and connections, as the kernel counts it, the page cache's
+    part included; 0 where that is not counted."""
+    return _counted("rchar")
+
+
+def _counted(name: str) -> int:
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = {key: int(value) for key, _, value in (line.partition(":") for line in lines)}
+    return counts[name]
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -99,8 +125,17 @@ class Child:
         Raises:
             RuntimeError: It raised, and the child goes on; or the child died, with the end of what it printed.
         """
-        try:
+        self.ask(name, *words)
+        return self.answer()
+
+    def ask(self, name: str, *words: Any) -> None:
+        """Begins a call; `answer` waits for it."""
+        with contextlib.suppress(ConnectionError):  # it died: `answer` says so
             self._ours.send((name, words))
+
+    def answer(self) -> dict[str, Any]:
+        """Returns the figures of the call begun last, as `call` does."""
+        try:
             raised, answer = self._ours.recv()
         except (EOFError, ConnectionError):
             self._process.join()
@@ -119,6 +154,50 @@ class Child:
         self._printed.close()
 
 
+class Children:
+    """Children that do everything together, such as the ranks of a training.
+
+    Args:
+        num_children: How many.
+        make: Gives each child's object, called with its number and `words`.
+        words: Further arguments.
+    """
+
+    def __init__(self, num_children: int, make: Callable[..., Any], *words: Any) -> None:
+        self._children = [Child(make, number, *words) for number in range(num_children)]
+
+    def call(self, name: str, *words: Any) -> list[dict[str, Any]]:
+        """Calls a method of every object at once; see `Child.call`.
+
+        Args:
+            name: Of the method.
+            words: Its arguments.
+
+        Returns:
+            The figures of each.
+
+        Raises:
+            RuntimeError: One of them raised or died; the first one's reason.
+        """
+        for child in self._children:
+            child.ask(name, *words)
+        answers: list[dict[str, Any]] = []
+        failures: list[RuntimeError] = []
+        for child in self._children:
+            try:
+                answers.append(child.answer())
+            except RuntimeError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return answers
+
+    def close(self) -> None:
+        """Ends them, the last one first: it inherited the others' pipes, which would keep those waiting."""
+        for child in reversed(self._children):
+            child.close()
+
+
 def in_child(act: Callable[..., dict[str, Any]], *words: Any) -> dict[str, Any]:
     """What a function finds in a process of its own, which ends with it: see `Child`.
 
@@ -132,8 +211,15 @@ def in_child(act: Callable[..., dict[str, Any]], *words: Any) -> dict[str, Any]:
     Raises:
         RuntimeError: It raised or died.
     """
-    with contextlib.closing(Child(lambda: types.SimpleNamespace(act=lambda: act(*words)))) as child:
-        return child.call("act")
+    return in_children(1, lambda _, *given: act(*given), *words)[0]
+
+
+def in_children(num_children: int, act: Callable[..., dict[str, Any]], *words: Any) -> list[dict[str, Any]]:
+    """What a function finds in each of several processes at once; see `in_child`. It is called with a process's number
+    and `words`."""
+    made = lambda number: types.SimpleNamespace(act=lambda: act(number, *words))  # noqa: E731
+    with contextlib.closing(Children(num_children, made)) as children:
+        return children.call("act")
 
 
 def _answer_calls(calls: Any, others: Any, printed: int, make: Callable[..., Any], words: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ import checkpoint_methods
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -154,10 +155,8 @@ def _spare() -> Path | None:
     return Path(os.environ[SPARE]) if SPARE in os.environ else None
 
 
-class Fsdp2(checkpoint_methods.Method):
+class Fsdp2(checkpoint_methods.DcpAsync):
     """A model sharded by FSDP2, saved by DCP's async_save through our writer and stager; restored resharded."""
-
-    upload: Any = None
 
     @staticmethod
     def prepare(model: torch.nn.Module) -> None:
@@ -169,44 +168,63 @@ class Fsdp2(checkpoint_methods.Method):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.writer = ShadeWriter(persist_to=str(self.folder), run=RUN)
-        self.stager = ShadeStager(self.optimizer)
+        self.group = dist.new_group(backend="gloo")  # the training's own is busy with the training
+        self.writer, self.stager = self.parts()
 
-    def begin(self, step: int) -> None:
+    def parts(self) -> tuple[Any, Any]:
+        """Returns the writer, or None for DCP's own, and the stager."""
+        return ShadeWriter(persist_to=str(self.folder), run=RUN), ShadeStager(self.optimizer)
+
+    def state(self) -> dict[str, Any]:
         """See `checkpoint_methods`."""
-        begun = time.perf_counter()
-        self.finish()
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        answer = dcp.async_save(
-            {"model": model, "optimizer": optimizer},
-            storage_writer=self.writer,
-            async_stager=self.stager,
-            checkpoint_id=str(step),
-        )
-        self.upload = answer.upload_completion
-        self.upload.add_done_callback(lambda _: self.durable_seconds.append(time.perf_counter() - begun))
+        return {"model": model, "optimizer": optimizer}
 
-    def may_change(self) -> None:
+    def words(self, step: int) -> dict[str, Any]:
         """See `checkpoint_methods`."""
-        self.stager.synchronize_staging()
-
-    def finish(self) -> None:
-        """See `checkpoint_methods`."""
-        if self.upload is not None:
-            self.upload.result()
+        place = str(self.folder / str(step))
+        return {"checkpoint_id": place, "storage_writer": self.writer, "process_group": self.group}
 
     def close(self) -> None:
         """Ends what was begun."""
         self.stager.close()
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
+        dist.destroy_process_group(self.group)
 
     @staticmethod
-    def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    def source(folder: Path) -> dict[str, Any]:
+        """Returns what tells `dcp.load` where the last save is."""
+        return {"storage_reader": ShadeReader(persist_to=str(folder), run=RUN)}
+
+    @classmethod
+    def restore(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
         """Loads what was saved last, into a model sharded now."""
         inside, moments = get_state_dict(model, optimizer)
         state = {"model": inside, "optimizer": moments}
-        dcp.load(state, storage_reader=ShadeReader(persist_to=str(folder), run=RUN))
+        dcp.load(state, **cls.source(folder))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+class Fsdp2Dcp(Fsdp2):
+    """The same saved by DCP's own writer, with a stager that keeps its buffers."""
+
+    options = StagingOptions(False, False, False, False)
+
+    def parts(self) -> tuple[Any, Any]:
+        """See `Fsdp2`."""
+        return None, DefaultStager(self.options)
+
+    @staticmethod
+    def source(folder: Path) -> dict[str, Any]:
+        """See `Fsdp2`."""
+        return {"checkpoint_id": str(last(folder, "[0-9]*"))}
+
+
+class Fsdp2DcpOverlapped(Fsdp2Dcp):
+    """The same with a stager that copies in a thread; the optimizer's step waits for it."""
+
+    options = StagingOptions(False, False, True, False)
 
 
 def run_in(folder: Path) -> str:
@@ -235,9 +253,13 @@ METHODS: dict[str, type[Any]] = {
     },
     **OUTSIDE,
     "fsdp2": Fsdp2,
+    "fsdp2-dcp": Fsdp2Dcp,
+    "fsdp2-dcp-overlapped": Fsdp2DcpOverlapped,
 }
 NAMES = ["none", *OURS, *OUTSIDE]
-"""Rows of the table. `fsdp2` is asked for by name."""
+"""Rows of the table. Those of a sharded model are asked for by name."""
+SHARDED = [name for name, method in METHODS.items() if hasattr(method, "prepare")]
+"""Methods that shard the model: what several ranks are measured with."""
 
 
 def leaves_modules_alone(name: str) -> bool:

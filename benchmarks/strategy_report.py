@@ -50,6 +50,8 @@ class Line:
     written: float
     """Of the state's size."""
     recovery: float | None
+    read: float | None
+    """Bytes read for that, of the state's size."""
     is_equal: bool
     error: float
     failed: str = ""
@@ -105,9 +107,9 @@ class Report:
             for model in self.models
         }
         """Trainings that save nothing: what their pairs differ by is noise."""
-        self.state_bytes = {
-            row["model"]: row["state_bytes"] for row in rows if "fsdp2" not in row["method"] and "state_bytes" in row
-        }
+        self.state_bytes = {row["model"]: row["state_bytes"] for row in rows if "state_bytes" in row}
+        self.has_failed = any("failed" in row for row in rows)
+        """Whether a turn brought nothing."""
 
     def exact(self, model: str) -> list[Line]:
         """The methods that restored bit for bit, the least cost first."""
@@ -126,9 +128,8 @@ class Report:
         """Markdown."""
         parts = [TITLE, self.about()]
         for model in self.models:
-            size = self.state_bytes.get(model, 0) / 1e6
             control = self.controls[model]
-            parts.append(f"## {model}, {self.setting['size']}: {size:,.1f} MB of state\n\n{self._table(model)}")
+            parts.append(f"## {self._heading(model)}\n\n{self._table(model)}")
             if not control.failed:
                 noise = f"{1000 * control.cost:.0f} ± {1000 * control.spread:.0f} ms"
                 parts.append(
@@ -145,6 +146,15 @@ class Report:
                 f"{self._certain()}"
             )
         return "\n\n".join(parts) + "\n"
+
+    def of_ranks(self) -> str:
+        """Markdown: the tables of a model that was sharded over several ranks."""
+        num_ranks = self.setting["ranks"]
+        tables = [f"## {num_ranks} ranks, {self._heading(model)}\n\n{self._table(model)}" for model in self.models]
+        return "\n\n".join([*tables, self.about()])
+
+    def _heading(self, model: str) -> str:
+        return f"{model}, {self.setting['size']}: {self.state_bytes.get(model, 0) / 1e6:,.1f} MB of state"
 
     def _certain(self) -> str:
         """What of the order of the rivals and ours is no chance."""
@@ -220,19 +230,20 @@ class Report:
         best = self.best(model)
         rows = [
             "| method | runs | stall p50 | p99 | slow-down | cost a snapshot | memory | durable | written | recovery "
-            "| equal |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
+            "| read | equal |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for line in self.lines[model]:
             if line.failed:
                 reason = line.failed.splitlines()[-1].replace("|", "/")[:120]
-                rows.append(f"| {line.method} | 0 | failed: {reason} | | | | | | | | |")
+                rows.append(f"| {line.method} | 0 | failed: {reason} | | | | | | | | | |")
                 continue
             name = f"**{line.method}**" if line is best else line.method
             rows.append(
                 f"| {name} | {line.num_runs} | {1000 * line.stall_p50:.1f} ms | {1000 * line.stall_p99:.1f} ms | "
                 f"{100 * line.slow_down:+.1f} % | {1000 * line.cost:.0f} ± {1000 * line.spread:.0f} ms | "
                 f"{seconds(line.memory)} | {seconds(line.durable)} | {line.written:.2f} × | {seconds(line.recovery)} | "
+                f"{'' if line.read is None else f'{line.read:.2f} ×'} | "
                 f"{'' if line.recovery is None else sameness(line.is_equal, line.error)} |"
             )
         return "\n".join(rows)
@@ -288,7 +299,7 @@ def _line(method: str, rows: list[dict[str, Any]]) -> Line:
     sound = [row for row in rows if "failed" not in row]
     if not sound:
         reason = next((row["failed"] for row in rows), "not run")
-        return Line(method, 0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, 0.0, None, False, 0.0, reason)
+        return Line(method, 0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, 0.0, None, None, False, 0.0, reason)
     restored = [row for row in sound if "equal" in row]
     saves = [(behind, row["quiet"]) for row in sound for behind, _ in row["pairs"]]
     costs = [behind - quiet for behind, quiet in saves]
@@ -305,6 +316,7 @@ def _line(method: str, rows: list[dict[str, Any]]) -> Line:
         middle(each for row in sound for each in row["durable"]),
         statistics.median(row["written_bytes"] / row["state_bytes"] for row in sound),
         middle(row["recovery"] for row in restored),
+        middle(row["read_bytes"] / row["state_bytes"] for row in restored if "read_bytes" in row),
         bool(restored) and all(row["equal"] for row in restored),
         max((row.get("error", 0.0) for row in restored), default=0.0),
     )

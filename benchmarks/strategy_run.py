@@ -11,11 +11,16 @@ bit comes back.
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from measures import Children, in_children, read_bytes, written_bytes
 from strategy_methods import METHODS, with_store
 from strategy_models import batches, build, optimizer_of
 
@@ -26,6 +31,8 @@ FIRST_STEPS = 5
 """Of a training, before its first turn."""
 ENOUGH_SECONDS = 6.0
 """No further pair is begun after so long."""
+PATIENCE_SECONDS = 300
+"""A rank that waits for another one so long gives up."""
 
 
 class Training:
@@ -106,18 +113,20 @@ class Turns:
             turn.steps(1, save=True)
         turn.forget()
         pairs: list[tuple[float, float]] = []
-        written, begun = _written_bytes(), time.perf_counter()
+        written, begun = written_bytes(method.folder), time.perf_counter()
         for place in range(self.given.saves):
-            if place and time.perf_counter() - begun > ENOUGH_SECONDS:
+            if place and agreed(time.perf_counter() - begun > ENOUGH_SECONDS):
                 break
             halves = (True, False) if (place + number) % 2 else (False, True)
             seconds = {save: turn.steps(self.given.every, save=save) for save in halves}
             pairs.append((seconds[True], seconds[False]))
-        written = _written_bytes() - written
+        written = written_bytes(method.folder) - written
         if is_saved and reference is not None:
             turn.steps(0, save=True)
-            found = tensors_of(self.training)
-            torch.save(found if not is_exact(method) else {key: digest(each) for key, each in found.items()}, reference)
+            found: dict[str, Any] = tensors_of(self.training)
+            found = {key: digest(each) for key, each in found.items()} if is_exact(method) else found
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                torch.save(found, reference)
         return {
             "pairs": pairs,
             "stalls": turn.stalls[: len(pairs)],
@@ -174,6 +183,79 @@ class Turn:
         getattr(self._method, "committed_seconds", []).clear()
 
 
+class Ranks:
+    """The processes that take one training's turns: one, or the ranks among which the model is sharded.
+
+    Args:
+        given: As for `Turns`, and ``ranks``.
+        kind: Of method.
+    """
+
+    def __init__(self, given: Any, kind: Any) -> None:
+        self._meeting = tempfile.TemporaryDirectory()
+        words = (given.ranks, Path(self._meeting.name) / "store", given, kind)
+        self._children = Children(given.ranks, _turns_of_rank, *words)
+
+    def take(self, *words: Any) -> dict[str, Any]:
+        """Takes a method's turn on all ranks, as `Turns.take` does on one."""
+        return together(self._children.call("take", *words))
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._children.close()
+        self._meeting.cleanup()
+
+
+def restore_on_ranks(name: str, given: Any, folder: Path, reference: Path) -> dict[str, Any]:
+    """Restores as `restore` does, in as many new processes as ``given.ranks`` says."""
+    with tempfile.TemporaryDirectory() as meeting:
+        words = (given.ranks, Path(meeting) / "store", name, given, folder, reference)
+        return together(in_children(given.ranks, _restore_of_rank, *words))
+
+
+def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Makes one row of all ranks' figures: of seconds the longest, since a step ends with the slowest rank; of bytes
+    the sum."""
+    found = dict(ranks[0])
+    for name in found.keys() & {"stalls", "durable", "committed"}:
+        found[name] = [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)]
+    for name in found.keys() & {"written_bytes", "state_bytes", "read_bytes"}:
+        found[name] = sum(rank[name] for rank in ranks)
+    for name, worst in (("recovery", max), ("equal", min), ("error", max)):
+        if name in found:
+            found[name] = worst(rank[name] for rank in ranks)
+    return found
+
+
+def agreed(is_so: bool) -> bool:
+    """Returns what rank 0 says: clocks differ, and all ranks must do the same."""
+    if not dist.is_initialized():
+        return is_so
+    said = torch.tensor(int(is_so))
+    dist.broadcast(said, 0)
+    return bool(said)
+
+
+def _turns_of_rank(rank: int, num_ranks: int, meeting: Path, given: Any, kind: Any) -> Turns:
+    _join(rank, num_ranks, meeting)
+    return Turns(given, kind)
+
+
+def _restore_of_rank(rank: int, num_ranks: int, meeting: Path, *words: Any) -> dict[str, Any]:
+    _join(rank, num_ranks, meeting)
+    return restore(*words)
+
+
+def _join(rank: int, num_ranks: int, meeting: Path) -> None:
+    """Makes this process one of several ranks, which share the cores; a single one stays as it is."""
+    if num_ranks == 1:
+        return
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    store = dist.FileStore(str(meeting), num_ranks)
+    patience = timedelta(seconds=PATIENCE_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=patience)
+
+
 def restore(name: str, given: Any, folder: Path, reference: Path) -> dict[str, Any]:
     """Restores what a turn saved last, in this other process, and compares it with the reference.
 
@@ -184,21 +266,21 @@ def restore(name: str, given: Any, folder: Path, reference: Path) -> dict[str, A
         reference: The same.
 
     Returns:
-        Seconds, whether all is equal bit for bit, and of what need not be the largest error, as a part of its tensor's
-        largest number.
+        Seconds, bytes read, whether all is equal bit for bit, and of what need not be the largest error, as a part of
+        its tensor's largest number.
     """
     training = Training(METHODS[name], given.model, given.size, given.data, seed=1)
-    begun = time.perf_counter()
+    read, begun = read_bytes(), time.perf_counter()
     METHODS[name].restore(training.model, training.optimizer, folder)
-    seconds = time.perf_counter() - begun
+    figures = {"recovery": time.perf_counter() - begun, "read_bytes": read_bytes() - read}
     expected = torch.load(reference, mmap=True, weights_only=True)
     found = tensors_of(training)
     if expected.keys() != found.keys():
         raise RuntimeError(f"restored other tensors: {sorted(expected.keys() ^ found.keys())[:5]}")
     if is_exact(METHODS[name]):
-        return {"recovery": seconds, "equal": expected == {key: digest(each) for key, each in found.items()}}
+        return figures | {"equal": expected == {key: digest(each) for key, each in found.items()}}
     error = max(_error(expected[key], found[key]) for key in expected)
-    return {"recovery": seconds, "equal": error == 0, "error": error}
+    return figures | {"equal": error == 0, "error": error}
 
 
 def is_exact(method: Any) -> bool:
@@ -212,17 +294,22 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def tensors_of(training: Training) -> dict[str, torch.Tensor]:
-    """Everything that is to come back."""
-    found = {f"model/{key}": _whole(tensor) for key, tensor in training.model.state_dict().items()}
-    for number, entry in training.optimizer.state_dict()["state"].items():
-        found |= {f"optimizer/{number}/{key}": _whole(value) for key, value in entry.items() if torch.is_tensor(value)}
-    return found
+    """Everything that is to come back, of a sharded tensor all parts."""
+    return {key: t.full_tensor() if hasattr(t, "full_tensor") else t for key, t in _tensors_here(training).items()}
 
 
 def state_bytes(training: Training) -> int:
-    """Of all tensors; those that are the same memory count once."""
-    unique = {(tensor.data_ptr(), tensor.shape): tensor for tensor in tensors_of(training).values()}
+    """Of all tensors' parts in this process; those that are the same memory count once."""
+    here = [t.to_local() if hasattr(t, "to_local") else t for t in _tensors_here(training).values()]
+    unique = {(tensor.data_ptr(), tensor.shape): tensor for tensor in here}
     return sum(tensor.numel() * tensor.itemsize for tensor in unique.values())
+
+
+def _tensors_here(training: Training) -> dict[str, torch.Tensor]:
+    found = {f"model/{key}": tensor for key, tensor in training.model.state_dict().items()}
+    for number, entry in training.optimizer.state_dict()["state"].items():
+        found |= {f"optimizer/{number}/{key}": value for key, value in entry.items() if torch.is_tensor(value)}
+    return found
 
 
 def _error(expected: torch.Tensor, found: torch.Tensor) -> float:
@@ -230,18 +317,3 @@ def _error(expected: torch.Tensor, found: torch.Tensor) -> float:
         return 0.0
     largest = float(expected.double().abs().max()) or 1.0
     return float((expected.double() - found.double()).abs().max()) / largest
-
-
-def _written_bytes() -> int:
-    """What this process has caused to be written to storage, as the kernel counts it; 0 where it does not tell."""
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return 0
-    counts = {key: int(value) for key, _, value in (line.partition(":") for line in lines)}
-    return counts["write_bytes"]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a sharded tensor all parts."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

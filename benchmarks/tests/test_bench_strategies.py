@@ -73,6 +73,23 @@ def test_a_sharded_model_runs_through_the_table(tmp_path: Path) -> None:
     assert row.rstrip().endswith("| bit |")
 
 
+def test_a_model_is_sharded_over_several_ranks(tmp_path: Path) -> None:
+    words = ("--model", "resnet", "--ranks", "2", "3", "--rounds", "1", "--out", str(tmp_path))
+    done = bench(*words)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "strategies-ranks.jsonl").read_text().splitlines()]
+    methods = ("fsdp2", "fsdp2-dcp", "fsdp2-dcp-overlapped")
+    assert sorted((row["ranks"], row["method"]) for row in rows) == [(n, name) for n in (2, 3) for name in methods]
+    for row in rows:
+        assert row["equal"]
+        assert len(row["stalls"]) == len(row["durable"]) == 2
+        assert row["read_bytes"] > row["state_bytes"] / 2
+    text = (tmp_path / "strategies-ranks.md").read_text()
+    assert "## 2 ranks, resnet, tiny" in text
+    assert "## 3 ranks, resnet, tiny" in text
+    assert "known: fsdp2, fsdp2-dcp" in bench("--ranks", "2", "--methods", "copy", "--model", "resnet").stderr
+
+
 @pytest.mark.parametrize(
     ("script", "model"),
     [

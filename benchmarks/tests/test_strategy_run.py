@@ -84,7 +84,7 @@ def test_methods_take_turns_in_one_training(runs: ModuleType, given: Namespace, 
         folder.mkdir()
         before = next(iter(state.values()))["step"].item()
         turns.take(name, folder, reference, number)
-        assert next(iter(state.values()))["step"].item() == before + 2 + 2 * 2 * given.every
+        assert next(iter(state.values()))["step"].item() == before + 3 + 2 * 2 * given.every
         assert runs.restore(name, given, folder, reference)["equal"]
 
 

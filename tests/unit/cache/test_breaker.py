@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from shade.cache import breaker as module
-from shade.cache.breaker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, SLOW_SECONDS, Breaker
+from shade.cache.breaker import (
+    BYTE_SECONDS,
+    ENTRY_SECONDS,
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    SLOW_ROUNDS,
+    SLOW_SECONDS,
+    WINDOW_ROUNDS,
+    Breaker,
+)
 from shade.cache.residency_map import ResidencyMap
 from shade.errors import StoreUnavailableError
 from shade.testing import ManualClock
@@ -181,21 +190,83 @@ def test_two_workers_failing_together_pause_once(residency: ResidencyMap, make: 
     assert (residency.trips, residency.backoff_seconds) == (1, FIRST_PAUSE_SECONDS)
 
 
+def slow(breaker: Breaker, clock: ManualClock) -> None:
+    """A look-up that takes twice as long as a stall, and longer than the origin."""
+    clock.advance(SLOW)
+    breaker.store_took(SLOW, B)
+
+
 @pytest.mark.redis
-def test_slower_than_the_origin_twice_in_a_row_opens_it(breaker: Breaker) -> None:
+def test_slower_than_the_origin_in_most_rounds_opens_it(breaker: Breaker, clock: ManualClock) -> None:
     breaker.origin_took(SLOW / 2, B)
-    breaker.store_took(SLOW, B)
+    slow(breaker, clock)
+    breaker.store_took(0.01, B)
+    slow(breaker, clock)
+    breaker.store_took(0.01, B)
     assert breaker.allows()
-    breaker.store_took(SLOW, B)
+    slow(breaker, clock)
     assert not breaker.allows()
 
 
 @pytest.mark.redis
-def test_a_good_batch_between_forgives(breaker: Breaker) -> None:
+def test_a_stall_now_and_then_is_forgiven(breaker: Breaker, clock: ManualClock) -> None:
     breaker.origin_took(SLOW / 2, B)
     for _ in range(5):
-        breaker.store_took(SLOW, B)
-        breaker.store_took(0.01, B)
+        slow(breaker, clock)
+        slow(breaker, clock)
+        for _ in range(3):
+            breaker.store_took(0.01, B)
+    assert breaker.allows()
+
+
+@pytest.mark.redis
+def test_a_stall_that_meets_all_workers_counts_once(make: Callable[[], Breaker], clock: ManualClock) -> None:
+    workers = [make() for _ in range(8)]
+    workers[0].origin_took(SLOW / 2, B)
+    for stalls in range(3):
+        assert workers[0].allows(), f"after {stalls} stalls"
+        clock.advance(SLOW)
+        for worker in workers:
+            worker.store_took(SLOW, B)
+    assert not workers[0].allows()
+
+
+@pytest.mark.redis
+def test_a_write_may_take_longer_than_a_read_of_the_same_samples(breaker: Breaker, clock: ManualClock) -> None:
+    """The digits of `docs`: 256 files of 700 bytes in the page cache, a disk that takes 0.15 s to write them."""
+    breaker.origin_took(0.01, 256)
+    for _ in range(WINDOW_ROUNDS):
+        clock.advance(0.15)
+        breaker.store_wrote(0.15, 256, 256 * 700)
+    assert breaker.allows()
+    for _ in range(SLOW_ROUNDS):
+        assert breaker.allows()
+        clock.advance(0.15)
+        breaker.store_took(0.15, 256)
+    assert not breaker.allows()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(("entries", "size"), [(1000, 10), (10, 5_000_000)], ids=["many", "large"])
+def test_a_store_that_writes_too_slowly_opens_it(
+    breaker: Breaker, clock: ManualClock, entries: int, size: int
+) -> None:
+    breaker.origin_took(1e-6 * entries, entries)
+    allowed = SLOW_SECONDS + entries * (ENTRY_SECONDS + size * BYTE_SECONDS)
+    for factor, is_kept in ((0.9, True), (1.1, False)):
+        for _ in range(SLOW_ROUNDS):
+            assert breaker.allows()
+            clock.advance(factor * allowed)
+            breaker.store_wrote(factor * allowed, entries, entries * size)
+        assert breaker.allows() is is_kept
+
+
+@pytest.mark.redis
+def test_slow_writes_are_kept_in_front_of_a_slower_origin(breaker: Breaker, clock: ManualClock) -> None:
+    breaker.origin_took(20.0, B)
+    for _ in range(WINDOW_ROUNDS):
+        clock.advance(10.0)
+        breaker.store_wrote(10.0, B, 1000)
     assert breaker.allows()
 
 
@@ -205,10 +276,13 @@ def test_a_good_batch_between_forgives(breaker: Breaker) -> None:
     [(2 * SLOW, SLOW), (1e-6, SLOW_SECONDS / 2), (None, SLOW)],
     ids=["origin-is-slower", "below-noise", "origin-unknown"],
 )
-def test_a_cache_that_pays_its_way_is_kept(breaker: Breaker, origin_seconds: float | None, seconds: float) -> None:
+def test_a_cache_that_pays_its_way_is_kept(
+    breaker: Breaker, clock: ManualClock, origin_seconds: float | None, seconds: float
+) -> None:
     if origin_seconds is not None:
         breaker.origin_took(origin_seconds, B)
-    for _ in range(5):
+    for _ in range(WINDOW_ROUNDS):
+        clock.advance(seconds)
         breaker.store_took(seconds, B)
     assert breaker.allows()
 

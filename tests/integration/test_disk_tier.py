@@ -91,10 +91,9 @@ def test_the_log_of_accesses_calls_a_disk_hit_a_hit(job: Job, tmp_path: Path, mo
     assert sum(line.startswith("miss ") for line in lines) == outcome.totals["misses"] == reads(job)
 
 
-@pytest.mark.parametrize("knows_epochs", [False, True])
 @pytest.mark.parametrize("url", ["memory://", None])
-def test_the_second_job_reads_nothing(job: Job, url: str | None, knows_epochs: bool) -> None:
-    job = replace(job, url=url, epochs=1, knows_epochs=knows_epochs)
+def test_the_second_job_reads_nothing(job: Job, url: str | None) -> None:
+    job = replace(job, url=url, epochs=1)
     train(job)
     assert reads(job) == NUM_SAMPLES
     outcome = train(replace(job, epochs=3, seed=5))

@@ -149,8 +149,6 @@ class Job:
     follow: str | None = None
     disk: str | None = None
     """A folder and its capacity; ``{rank}`` in it is filled in."""
-    knows_epochs: bool = False
-    """Whether the sampler knows which epoch is the last."""
     is_patient: bool = True
     """With a patience that does not ask what is worth while, for tests that count: on a crowded machine files in memory
     are faster than any cache, and a neighbour is late. False: as users have it."""
@@ -213,7 +211,6 @@ def train(job: Job, rank: int = 0, world_size: int = 1, hook: Hook | None = None
             drop_last=job.drop_last,
             seed=job.seed,
             follow=job.follow,
-            epochs=job.epochs if job.knows_epochs else None,
         )
         stack.callback(sampler.close)
         if state is not None:

@@ -106,7 +106,7 @@ class Probe:
             raise DataError.of(f"readable {what}", f"{len(self.payload_of)} files that are none", "check the data set")
         self.decode_seconds = float(np.median(seconds))
         """On one core; the median leaves out compiling and loading at the first one."""
-        self.growth = picture_bytes / payload_bytes
+        self.growth = picture_bytes / max(1, payload_bytes)
         """How many times larger pictures are than files; 0 for what is no picture."""
 
 

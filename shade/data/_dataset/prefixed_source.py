@@ -50,8 +50,8 @@ class PrefixFailedError(Exception):
 class PrefixedSource(ItemSource, PreparedSource):
     """Samples that have passed a prefix.
 
-    ``source`` reads the samples that pass, such as files or shards. Without it they are the data set's items, one by one.
-    ``probed`` is what the prefix's probe found, if it was probed.
+    ``source`` reads the samples that pass, such as files or shards. Without it they are the data set's items, one by
+    one. ``probed`` is what the prefix's probe found, if it was probed.
 
     Raises ConfigError for a prefix that is random or has no stable name.
     """

@@ -15,8 +15,8 @@ differently.
 A disk below memory (`SampleCache.disk`) has a planner of its own, which plans each epoch after memory's: for the next
 epoch it keeps what memory will not hold as this one ends. So the two hold different samples where room is short, a
 sample that leaves memory and is used again goes to the disk, and one that comes into memory leaves the disk. After the
-last epoch every sample counts as wanted on a disk, be it alone or below memory: the next job reads it. Ranks that see
-different disks plan none of them: each disk keeps what its ranks read until it is full.
+last epoch every sample counts as wanted, for the next job. Ranks that see different disks plan none of them: each disk
+keeps what its ranks read until it is full.
 
 Price of locality: an exchange of 24 bytes a rank an epoch, 4096 hash slots looked up, and some 50 µs a batch.
 Invariant: the samples of a step are the same with and without it.
@@ -186,8 +186,8 @@ class CachePlanner:
         if self.sharing is not None:
             self.sharing.begin_epoch(plan)
         if not self._cache.residency.is_shared and self._is_one_store:
-            own = _plan_of_disk(above, plan) if self._cache.store.medium == "disk" else plan
-            self._cache.begin_epoch(own, remove_leaving=self._rank == 0)
+            below = plan if above is None else _plan_below(above, plan)
+            self._cache.begin_epoch(below, remove_leaving=self._rank == 0)
         self._is_settled = False
         if self._disk is not None:
             self._disk.begin_epoch(plan, self._cache)
@@ -300,12 +300,11 @@ class CachePlanner:
             self._disk.close()
 
 
-def _plan_of_disk(above: SampleCache | None, plan: EpochPlan) -> EpochPlan:
-    """Returns what a disk plans by; ``above`` is the faster cache in front of it. In the last epoch it takes in what it
-    has room for, because the next job reads it."""
+def _plan_below(above: SampleCache, plan: EpochPlan) -> EpochPlan:
+    """Returns what a disk plans by, below a faster cache. After the last epoch, all is kept that there is room for."""
     if plan.next_order_K is not None and not len(plan.next_order_K):
         return dataclasses.replace(plan, next_order_K=None)
-    if above is None or above.policy is None or above.residency.is_shared:
+    if above.policy is None or above.residency.is_shared:
         return plan
     return dataclasses.replace(plan, held_above_N=above.policy.resident_at_end(), has_tier_below=False)
 

@@ -840,7 +840,9 @@ def test_auto_caches_a_step_of_any_data_set(kind: str, way: str, tmp_path: Path)
     assert plainly(seen["encoded"]) == plainly(seen["auto"])
     chosen = "prefix of [12] steps?" if way == "steps" else "prefix"
     assert re.fullmatch(chosen, dataset._cached_format)
-    assert re.search(rf"form='{chosen}' \(auto: {chosen} is predicted to load [\d.e+]+ × as fast as encoded", repr(dataset))
+    assert re.search(
+        rf"form='{chosen}' \(auto: {chosen} is predicted to load [\d.e+]+ × as fast as encoded", repr(dataset)
+    )
 
 
 @pytest.mark.parametrize("kind", OTHERS)

@@ -828,7 +828,8 @@ def test_auto_caches_a_step_of_any_data_set(kind: str, way: str, tmp_path: Path)
         by_form["auto"] = {"transform": whole_chain, "prefix_steps": 1}
     seen: dict[str, list[Any]] = {}
     for form, more in by_form.items():
-        wrapped = make(tmp_path)
+        (folder := tmp_path / form).mkdir()
+        wrapped = make(folder)
         dataset = ShadeDataset(wrapped, "memory://?capacity=1MiB", form=form, **options, **more)
         torch.manual_seed(1)
         seen[form] = [sample for _ in range(2) for sample in dataset.__getitems__(list(range(0, N, 4)))]
@@ -850,9 +851,10 @@ def test_auto_leaves_samples_as_they_are_where_no_step_can_be_cached(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, options, steps = OTHERS[kind]
-    for transform in (None, transforms.Compose([random_step, *steps[:1]])):
+    for number, transform in enumerate((None, transforms.Compose([random_step, *steps[:1]]))):
+        (folder := tmp_path / str(number)).mkdir()
         with caplog.at_level(logging.INFO, "shade.data"):
-            dataset = ShadeDataset(make(tmp_path), "memory://", transform=transform, form="auto", **options)
+            dataset = ShadeDataset(make(folder), "memory://", transform=transform, form="auto", **options)
         assert "form='encoded' (auto: no step of the transforms can be cached)" in repr(dataset)
         assert dataset.forecast is None
         dataset.close()

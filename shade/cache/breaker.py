@@ -40,8 +40,8 @@ LONGEST_PAUSE_SECONDS = 60.0
 SLOW_SECONDS = 0.1
 """A round below this is never called slow, whatever the origin does: scheduling noise must not close a cache."""
 ENTRY_SECONDS, BYTE_SECONDS = 10e-3, 20e-9
-"""What writing an entry and a byte may take beside that. A disk writes an entry in 0.05 ms, and in 4 ms if other programs
-have the processors; one that takes longer than 10 ms is no help."""
+"""What writing an entry and a byte may take beside that. A disk writes an entry in 0.05 ms, and in 4 ms if other
+programs have the processors."""
 WINDOW_ROUNDS, SLOW_ROUNDS = 5, 3
 """The median round of the window decides."""
 SIGNING_SECONDS = 0.02

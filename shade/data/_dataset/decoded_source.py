@@ -29,6 +29,7 @@ from shade.data._dataset.source import CountOrigin, FileSource, ItemSource, Prep
 from shade.data._decode.cached_format import (
     PROBES,
     FormatCosts,
+    FormatForecast,
     PrefixCosts,
     forecast,
     pack_picture,

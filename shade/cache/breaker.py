@@ -1,12 +1,11 @@
 """The circuit breaker: leaves a cache that is dead, or slower than the origin, alone for a while.
 
-*Closed*, every batch goes to the store. A failed round opens it at once, and so do `SLOW_ROUNDS` slow ones of the last
-`WINDOW_ROUNDS`. One round looks a batch up, another one writes. A round is slow if it takes longer than the
-origin did lately for as many samples, and longer than a stall of a busy machine: `SLOW_SECONDS`. A sample is written
-once and read in every later epoch, and by the next job where the store is a disk, so writing may cost more than the
-origin: up to `ENTRY_SECONDS` an entry and `BYTE_SECONDS` a byte. Of rounds that overlap one counts, because a stall of
-the machine meets all of its workers. So a cache on a thin line in front of an even thinner origin stays in use, and so
-does a disk that is busy for a moment in front of files that lie in memory.
+*Closed*, every batch goes to the store. A failed round opens it at once. A look-up is slow if it takes longer than
+`SLOW_SECONDS`, and longer than the origin did lately for as many samples; two in a row open it. So a cache on a thin
+line in front of an even thinner origin stays in use. What is not written is missing for all later epochs, and on a disk
+for the next job, so writes have more time: `ENTRY_SECONDS` an entry and `BYTE_SECONDS` a byte beside the rest. The
+median of `WINDOW_WRITES` decides; of slow writes that overlap one counts, because a stall of the machine meets all of
+its workers.
 
 *Open*, no batch asks. When the pause is over, a thread asks the store a small question while training continues without
 it; if the answer is bad or late, the pause doubles, up to a minute. After a good answer one batch may pass
@@ -42,8 +41,8 @@ SLOW_SECONDS = 0.1
 ENTRY_SECONDS, BYTE_SECONDS = 10e-3, 20e-9
 """What writing an entry and a byte may take beside that. A disk writes an entry in 0.05 ms, and in 4 ms if other
 programs have the processors."""
-WINDOW_ROUNDS, SLOW_ROUNDS = 5, 3
-"""The median round of the window decides."""
+SLOW_LOOK_UPS = 2
+WINDOW_WRITES, SLOW_WRITES = 5, 3
 SIGNING_SECONDS = 0.02
 NOT_LOGGED, LOGGED_RECOVERY = 0, -1
 """Values of ``ResidencyMap.logged_by`` beside process ids: nothing was logged yet; the recovery was logged too."""
@@ -129,7 +128,7 @@ class Breaker:
             return
         seconds = self._clock() - begun
         if self.is_slow(seconds, self._batch):
-            self._open(_slower(seconds, "for one answer"))
+            self._open(f"slower than the origin: {seconds:.2f} s for one answer")
         else:
             self._residency.open_until = _READY
 
@@ -146,26 +145,31 @@ class Breaker:
         is_long = seconds > SLOW_SECONDS + allowed_seconds
         return is_long and 0 < self._residency.origin_seconds * max(1, num_samples) < seconds
 
-    def store_took(self, seconds: float, num_samples: int) -> None:
-        """Records a round that looked up a batch, and found so many samples."""
-        self._judge(seconds, self.is_slow(seconds, num_samples), f"for {num_samples} samples")
+    def store_took(self, seconds: float, num_samples: int) -> bool:
+        """Records a round that looked up a batch, and found so many samples; returns whether it was slow."""
+        residency, is_slow = self._residency, self.is_slow(seconds, num_samples)
+        residency.strikes = residency.strikes + 1 if is_slow else 0
+        opens = residency.strikes >= SLOW_LOOK_UPS
+        self._conclude(is_slow, opens, f"slower than the origin: {seconds:.2f} s for {num_samples} samples")
+        return is_slow
 
     def store_wrote(self, seconds: float, num_entries: int, num_bytes: int) -> None:
         """Records a round that wrote or removed so many entries, and wrote so many bytes."""
-        allowed_seconds = num_entries * ENTRY_SECONDS + num_bytes * BYTE_SECONDS
-        is_slow = self.is_slow(seconds, num_entries, allowed_seconds)
-        self._judge(seconds, is_slow, f"to write {num_entries} entries")
-
-    def _judge(self, seconds: float, is_slow: bool, what: str) -> None:
-        """Opens the breaker if the trial or most of the last rounds were slow; closes it after a good trial."""
         residency, now = self._residency, self._clock()
+        is_slow = self.is_slow(seconds, num_entries, num_entries * ENTRY_SECONDS + num_bytes * BYTE_SECONDS)
         if is_slow and not self._is_probing:
             if now - seconds < residency.slow_at:
                 return  # it overlaps with one that counted
             residency.slow_at = now
-        residency.slow_rounds = (residency.slow_rounds << 1 | is_slow) & (1 << WINDOW_ROUNDS) - 1
-        if is_slow and (self._is_probing or residency.slow_rounds.bit_count() >= SLOW_ROUNDS):
-            self._open(_slower(seconds, what))
+        residency.slow_writes = (residency.slow_writes << 1 | is_slow) & (1 << WINDOW_WRITES) - 1
+        opens = residency.slow_writes.bit_count() >= SLOW_WRITES
+        self._conclude(is_slow, opens, f"slower than the origin: {seconds:.2f} s to write {num_entries} entries")
+
+    def _conclude(self, is_slow: bool, opens: bool, reason: str) -> None:
+        """Opens the breaker if the trial or too many rounds were slow; closes it after a good trial."""
+        residency = self._residency
+        if is_slow and (opens or self._is_probing):
+            self._open(reason)
         elif self._is_probing:
             self._is_probing = False
             residency.open_until = residency.backoff_seconds = 0.0
@@ -190,7 +194,7 @@ class Breaker:
         self._is_probing = False
         residency.backoff_seconds = min(max(2 * residency.backoff_seconds, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
         residency.open_until = now + residency.backoff_seconds
-        residency.slow_rounds = 0
+        residency.strikes = residency.slow_writes = 0
         residency.trips += 1
         if self._is_first_to_log():
             logger.warning(
@@ -206,7 +210,3 @@ class Breaker:
         self._residency.logged_by = os.getpid()
         time.sleep(SIGNING_SECONDS)
         return self._residency.logged_by == os.getpid()
-
-
-def _slower(seconds: float, what: str) -> str:
-    return f"slower than the origin: {seconds:.2f} s {what}"

@@ -78,6 +78,7 @@ class Fetch:
         elsewhere = self._elsewhere(unique_B, flag_B)
 
         self._admission.catch_up()
+        is_slow = False
         asking = bool(wanted or elsewhere or staying or self._admission.is_unfinished) and self._breaker.allows()
         begun = time.perf_counter_ns()
         looked = self._look_up(wanted, elsewhere) if (wanted or elsewhere) and asking else LookUp()
@@ -87,7 +88,7 @@ class Fetch:
         if looked.failed:
             asking = False
         elif asking and (wanted or elsewhere):
-            self._breaker.store_took(looking_up / 1e9, len(looked.found))
+            is_slow = self._breaker.store_took(looking_up / 1e9, len(looked.found))
             asking = not self._breaker.is_open
 
         found = looked.found
@@ -101,7 +102,9 @@ class Fetch:
         fresh = {i: read[i] for i in absent if i in staying and not isinstance(read[i], Exception)}
         if planned and not shared:  # a policy that plans for this job alone counts on an entry of its own
             fresh |= {i: payload for i, payload in found.items() if i in staying and i not in looked.own}
-        if asking:
+        if asking and is_slow and planned and not self._residency.ending:
+            self._admission.hold(fresh)  # one more slow round would delay this batch again
+        elif asking:
             self._write(looked.damaged, read, fresh)
         elif fresh:
             self._admission.decline(len(fresh))

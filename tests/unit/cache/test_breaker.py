@@ -17,9 +17,9 @@ from shade.cache.breaker import (
     ENTRY_SECONDS,
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
-    SLOW_ROUNDS,
     SLOW_SECONDS,
-    WINDOW_ROUNDS,
+    SLOW_WRITES,
+    WINDOW_WRITES,
     Breaker,
 )
 from shade.cache.residency_map import ResidencyMap
@@ -190,44 +190,66 @@ def test_two_workers_failing_together_pause_once(residency: ResidencyMap, make: 
     assert (residency.trips, residency.backoff_seconds) == (1, FIRST_PAUSE_SECONDS)
 
 
-def slow(breaker: Breaker, clock: ManualClock) -> None:
-    """A look-up that takes twice as long as a stall, and longer than the origin."""
-    clock.advance(SLOW)
-    breaker.store_took(SLOW, B)
-
-
 @pytest.mark.redis
-def test_slower_than_the_origin_in_most_rounds_opens_it(breaker: Breaker, clock: ManualClock) -> None:
+def test_slower_than_the_origin_twice_in_a_row_opens_it(breaker: Breaker) -> None:
     breaker.origin_took(SLOW / 2, B)
-    slow(breaker, clock)
-    breaker.store_took(0.01, B)
-    slow(breaker, clock)
-    breaker.store_took(0.01, B)
+    assert breaker.store_took(SLOW, B)
     assert breaker.allows()
-    slow(breaker, clock)
+    assert breaker.store_took(SLOW, B)
     assert not breaker.allows()
 
 
 @pytest.mark.redis
-def test_a_stall_now_and_then_is_forgiven(breaker: Breaker, clock: ManualClock) -> None:
+def test_a_good_batch_between_forgives(breaker: Breaker) -> None:
     breaker.origin_took(SLOW / 2, B)
     for _ in range(5):
-        slow(breaker, clock)
-        slow(breaker, clock)
+        breaker.store_took(SLOW, B)
+        assert not breaker.store_took(0.01, B)
+    assert breaker.allows()
+
+
+SLOW_WRITE = 2 * (SLOW_SECONDS + B * ENTRY_SECONDS)
+
+
+def write_slowly(breaker: Breaker, clock: ManualClock) -> None:
+    clock.advance(SLOW_WRITE)
+    breaker.store_wrote(SLOW_WRITE, B, 0)
+
+
+@pytest.mark.redis
+def test_most_writes_too_slow_open_it(breaker: Breaker, clock: ManualClock) -> None:
+    breaker.origin_took(SLOW / 2, B)
+    write_slowly(breaker, clock)
+    breaker.store_wrote(0.01, B, 0)
+    write_slowly(breaker, clock)
+    breaker.store_wrote(0.01, B, 0)
+    assert breaker.allows()
+    write_slowly(breaker, clock)
+    assert not breaker.allows()
+
+
+@pytest.mark.redis
+def test_a_stalled_write_now_and_then_is_forgiven(breaker: Breaker, clock: ManualClock) -> None:
+    breaker.origin_took(SLOW / 2, B)
+    for _ in range(5):
+        write_slowly(breaker, clock)
+        write_slowly(breaker, clock)
         for _ in range(3):
-            breaker.store_took(0.01, B)
+            breaker.store_wrote(0.01, B, 0)
     assert breaker.allows()
 
 
 @pytest.mark.redis
-def test_a_stall_that_meets_all_workers_counts_once(make: Callable[[], Breaker], clock: ManualClock) -> None:
+def test_a_stall_that_meets_the_writes_of_all_workers_counts_once(
+    make: Callable[[], Breaker], clock: ManualClock
+) -> None:
     workers = [make() for _ in range(8)]
     workers[0].origin_took(SLOW / 2, B)
-    for stalls in range(3):
+    for stalls in range(SLOW_WRITES):
         assert workers[0].allows(), f"after {stalls} stalls"
-        clock.advance(SLOW)
+        clock.advance(SLOW_WRITE)
         for worker in workers:
-            worker.store_took(SLOW, B)
+            worker.store_wrote(SLOW_WRITE, B, 0)
     assert not workers[0].allows()
 
 
@@ -235,15 +257,10 @@ def test_a_stall_that_meets_all_workers_counts_once(make: Callable[[], Breaker],
 def test_a_write_may_take_longer_than_a_read_of_the_same_samples(breaker: Breaker, clock: ManualClock) -> None:
     """256 files of 700 bytes in the page cache, and a disk of a machine with ten jobs on two cores."""
     breaker.origin_took(0.01, 256)
-    for _ in range(WINDOW_ROUNDS):
+    for _ in range(WINDOW_WRITES):
         clock.advance(0.98)
         breaker.store_wrote(0.98, 256, 256 * 700)
     assert breaker.allows()
-    for _ in range(SLOW_ROUNDS):
-        assert breaker.allows()
-        clock.advance(0.15)
-        breaker.store_took(0.15, 256)
-    assert not breaker.allows()
 
 
 @pytest.mark.redis
@@ -252,7 +269,7 @@ def test_a_store_that_writes_too_slowly_opens_it(breaker: Breaker, clock: Manual
     breaker.origin_took(1e-6 * entries, entries)
     allowed = SLOW_SECONDS + entries * (ENTRY_SECONDS + size * BYTE_SECONDS)
     for factor, is_kept in ((0.9, True), (1.1, False)):
-        for _ in range(SLOW_ROUNDS):
+        for _ in range(SLOW_WRITES):
             assert breaker.allows()
             clock.advance(factor * allowed)
             breaker.store_wrote(factor * allowed, entries, entries * size)
@@ -262,7 +279,7 @@ def test_a_store_that_writes_too_slowly_opens_it(breaker: Breaker, clock: Manual
 @pytest.mark.redis
 def test_slow_writes_are_kept_in_front_of_a_slower_origin(breaker: Breaker, clock: ManualClock) -> None:
     breaker.origin_took(20.0, B)
-    for _ in range(WINDOW_ROUNDS):
+    for _ in range(WINDOW_WRITES):
         clock.advance(10.0)
         breaker.store_wrote(10.0, B, 1000)
     assert breaker.allows()
@@ -279,7 +296,7 @@ def test_a_cache_that_pays_its_way_is_kept(
 ) -> None:
     if origin_seconds is not None:
         breaker.origin_took(origin_seconds, B)
-    for _ in range(WINDOW_ROUNDS):
+    for _ in range(WINDOW_WRITES):
         clock.advance(seconds)
         breaker.store_took(seconds, B)
     assert breaker.allows()

@@ -1,11 +1,11 @@
 """The circuit breaker: leaves a cache that is dead, or slower than the origin, alone for a while.
 
 *Closed*, every batch goes to the store. A failed round opens it at once. A look-up is slow if it takes longer than
-`SLOW_SECONDS`, and longer than the origin did lately for as many samples; two in a row open it. So a cache on a thin
-line in front of an even thinner origin stays in use. What is not written is missing for all later epochs, and on a disk
-for the next job, so writes have more time: `ENTRY_SECONDS` an entry and `BYTE_SECONDS` a byte beside the rest. The
-median of `WINDOW_WRITES` decides; of slow writes that overlap one counts, because a stall of the machine meets all of
-its workers.
+`SLOW_SECONDS`, and longer than the origin did lately for as many samples; two in a row open it, or one after a slow
+write. So a cache on a thin line in front of an even thinner origin stays in use. What is not written is missing for all
+later epochs, and on a disk for the next job, so writes have more time: `ENTRY_SECONDS` an entry and `BYTE_SECONDS` a
+byte beside the rest. The median of `WINDOW_WRITES` decides; of slow writes that overlap one counts, because a stall of
+the machine meets all of its workers.
 
 *Open*, no batch asks. When the pause is over, a thread asks the store a small question while training continues without
 it; if the answer is bad or late, the pause doubles, up to a minute. After a good answer one batch may pass
@@ -161,6 +161,7 @@ class Breaker:
             if now - seconds < residency.slow_at:
                 return  # it overlaps with one that counted
             residency.slow_at = now
+            residency.strikes = max(residency.strikes, 1)  # so that a slow look-up after it opens at once
         residency.slow_writes = (residency.slow_writes << 1 | is_slow) & (1 << WINDOW_WRITES) - 1
         opens = residency.slow_writes.bit_count() >= SLOW_WRITES
         self._conclude(is_slow, opens, f"slower than the origin: {seconds:.2f} s to write {num_entries} entries")

@@ -229,6 +229,15 @@ def test_most_writes_too_slow_open_it(breaker: Breaker, clock: ManualClock) -> N
 
 
 @pytest.mark.redis
+def test_a_slow_look_up_after_a_slow_write_opens_it(breaker: Breaker, clock: ManualClock) -> None:
+    breaker.origin_took(SLOW / 2, B)
+    write_slowly(breaker, clock)
+    assert breaker.allows()
+    breaker.store_took(SLOW, B)
+    assert not breaker.allows()
+
+
+@pytest.mark.redis
 def test_a_stalled_write_now_and_then_is_forgiven(breaker: Breaker, clock: ManualClock) -> None:
     breaker.origin_took(SLOW / 2, B)
     for _ in range(5):

@@ -114,6 +114,11 @@ class Admission:
         self._ledger.add(declined=num_arrivals + len(self._waiting))
         self._waiting.clear()
 
+    def hold(self, arrivals: Mapping[int, Any]) -> None:
+        """Keeps arrivals in memory, for the next `settle`."""
+        self._take_in_hand(arrivals)
+        self._decline_excess()
+
     def counted_bytes(self) -> int:
         """Returns what the entries occupy by the shared counter, allocator rounding and pending departures included.
 

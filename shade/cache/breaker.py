@@ -1,9 +1,11 @@
 """The circuit breaker: leaves a cache that is dead, or slower than the origin, alone for a while.
 
-*Closed*, every batch goes to the store. A failed round opens it at once; so do two slow batches in a row. A batch is
-slow if it takes longer than `SLOW_SECONDS` and the time with the store, writing included, costs more for each sample
-served or admitted than the origin did lately. So a cache on a thin line in front of an even thinner origin stays in
-use.
+*Closed*, every batch goes to the store. A failed round opens it at once. A look-up is slow if it takes longer than
+`SLOW_SECONDS`, and longer than the origin did lately for as many samples; two in a row open it, or one after a slow
+write. So a cache on a thin line in front of an even thinner origin stays in use. What is not written is missing for all
+later epochs, and on a disk for the next job, so writes have more time: `ENTRY_SECONDS` an entry and `BYTE_SECONDS` a
+byte beside the rest. The median of `WINDOW_WRITES` decides; of slow writes that overlap one counts, because a stall of
+the machine meets all of its workers.
 
 *Open*, no batch asks. When the pause is over, a thread asks the store a small question while training continues without
 it; if the answer is bad or late, the pause doubles, up to a minute. After a good answer one batch may pass
@@ -35,8 +37,12 @@ FIRST_PAUSE_SECONDS = 1.0
 """A question costs training nothing; a server may take this long to start."""
 LONGEST_PAUSE_SECONDS = 60.0
 SLOW_SECONDS = 0.1
-"""A batch below this is never called slow, whatever the origin does: scheduling noise must not close a cache."""
-SLOW_BATCHES = 2
+"""A round below this is never called slow, whatever the origin does: scheduling noise must not close a cache."""
+ENTRY_SECONDS, BYTE_SECONDS = 10e-3, 20e-9
+"""What writing an entry and a byte may take beside that. A disk writes an entry in 0.05 ms, and in 4 ms if other
+programs have the processors."""
+SLOW_LOOK_UPS = 2
+WINDOW_WRITES, SLOW_WRITES = 5, 3
 SIGNING_SECONDS = 0.02
 NOT_LOGGED, LOGGED_RECOVERY = 0, -1
 """Values of ``ResidencyMap.logged_by`` beside process ids: nothing was logged yet; the recovery was logged too."""
@@ -132,25 +138,44 @@ class Breaker:
         cost, known = seconds / num_samples, self._residency.origin_seconds
         self._residency.origin_seconds = _MEMORY * known + (1 - _MEMORY) * cost if known else cost
 
-    def is_slow(self, seconds: float, num_samples: int) -> bool:
+    def is_slow(self, seconds: float, num_samples: int, allowed_seconds: float = 0.0) -> bool:
         """Returns whether the origin would have been faster than the store, which took ``seconds`` for the samples that
-        it served or took in. False while the origin's cost is unknown."""
-        return seconds > SLOW_SECONDS and 0 < self._residency.origin_seconds * max(1, num_samples) < seconds
+        it served or took in, of which ``allowed_seconds`` are none of its fault. False while the origin's cost is
+        unknown."""
+        is_long = seconds > SLOW_SECONDS + allowed_seconds
+        return is_long and 0 < self._residency.origin_seconds * max(1, num_samples) < seconds
 
-    def store_took(self, seconds: float, num_samples: int) -> None:
-        """Records a batch that went well; arguments as in `is_slow`."""
-        if self.is_slow(seconds, num_samples):
-            self._residency.strikes += 1
-            if self._residency.strikes >= SLOW_BATCHES or self._is_probing:
-                self._open(f"slower than the origin: {seconds:.2f} s for {num_samples} samples")
-            return
-        self._residency.strikes = 0
-        if self._is_probing:
+    def store_took(self, seconds: float, num_samples: int) -> bool:
+        """Records a round that looked up a batch, and found so many samples; returns whether it was slow."""
+        residency, is_slow = self._residency, self.is_slow(seconds, num_samples)
+        residency.strikes = residency.strikes + 1 if is_slow else 0
+        opens = residency.strikes >= SLOW_LOOK_UPS
+        self._conclude(is_slow, opens, f"slower than the origin: {seconds:.2f} s for {num_samples} samples")
+        return is_slow
+
+    def store_wrote(self, seconds: float, num_entries: int, num_bytes: int) -> None:
+        """Records a round that wrote or removed so many entries, and wrote so many bytes."""
+        residency, now = self._residency, self._clock()
+        is_slow = self.is_slow(seconds, num_entries, num_entries * ENTRY_SECONDS + num_bytes * BYTE_SECONDS)
+        if is_slow and not self._is_probing:
+            if now - seconds < residency.slow_at:
+                return  # it overlaps with one that counted
+            residency.slow_at = now
+            residency.strikes = max(residency.strikes, 1)  # so that a slow look-up after it opens at once
+        residency.slow_writes = (residency.slow_writes << 1 | is_slow) & (1 << WINDOW_WRITES) - 1
+        opens = residency.slow_writes.bit_count() >= SLOW_WRITES
+        self._conclude(is_slow, opens, f"slower than the origin: {seconds:.2f} s to write {num_entries} entries")
+
+    def _conclude(self, is_slow: bool, opens: bool, reason: str) -> None:
+        """Opens the breaker if the trial or too many rounds were slow; closes it after a good trial."""
+        residency = self._residency
+        if is_slow and (opens or self._is_probing):
+            self._open(reason)
+        elif self._is_probing:
             self._is_probing = False
-            self._residency.open_until = 0.0
-            self._residency.backoff_seconds = 0.0
-            if self._residency.logged_by > NOT_LOGGED:
-                self._residency.logged_by = LOGGED_RECOVERY
+            residency.open_until = residency.backoff_seconds = 0.0
+            if residency.logged_by > NOT_LOGGED:
+                residency.logged_by = LOGGED_RECOVERY
                 logger.warning("%s answers again and is back in use", self._name)
 
     def store_failed(self, error: Exception) -> None:
@@ -170,7 +195,7 @@ class Breaker:
         self._is_probing = False
         residency.backoff_seconds = min(max(2 * residency.backoff_seconds, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
         residency.open_until = now + residency.backoff_seconds
-        residency.strikes = 0
+        residency.strikes = residency.slow_writes = 0
         residency.trips += 1
         if self._is_first_to_log():
             logger.warning(

@@ -78,6 +78,7 @@ class Fetch:
         elsewhere = self._elsewhere(unique_B, flag_B)
 
         self._admission.catch_up()
+        is_slow = False
         asking = bool(wanted or elsewhere or staying or self._admission.is_unfinished) and self._breaker.allows()
         begun = time.perf_counter_ns()
         looked = self._look_up(wanted, elsewhere) if (wanted or elsewhere) and asking else LookUp()
@@ -86,9 +87,9 @@ class Fetch:
             self._ledger.add(skipped=len(wanted))
         if looked.failed:
             asking = False
-        elif asking and self._breaker.is_slow(looking_up / 1e9, len(looked.found)):
-            self._breaker.store_took(looking_up / 1e9, len(looked.found))
-            asking = False
+        elif asking and (wanted or elsewhere):
+            is_slow = self._breaker.store_took(looking_up / 1e9, len(looked.found))
+            asking = not self._breaker.is_open
 
         found = looked.found
         if planned:
@@ -101,8 +102,10 @@ class Fetch:
         fresh = {i: read[i] for i in absent if i in staying and not isinstance(read[i], Exception)}
         if planned and not shared:  # a policy that plans for this job alone counts on an entry of its own
             fresh |= {i: payload for i, payload in found.items() if i in staying and i not in looked.own}
-        if asking:
-            self._write(looked, read, fresh, looking_up)
+        if asking and is_slow and planned and not self._residency.ending:
+            self._admission.hold(fresh)  # one more slow round would delay this batch again
+        elif asking:
+            self._write(looked.damaged, read, fresh)
         elif fresh:
             self._admission.decline(len(fresh))
         self._ledger.add(
@@ -138,7 +141,7 @@ class Fetch:
         if not self._breaker.allows():
             self._admission.decline(len(fresh))
             return
-        self._write(LookUp(), {}, fresh, looking_up=0)
+        self._write([], {}, fresh)
 
     def _elsewhere(self, unique_B: Indices, flag_B: Any) -> list[int]:
         """Returns what to look for in other jobs' slots: everything while jobs share, else what the own plan does not
@@ -189,15 +192,19 @@ class Fetch:
         self._admission.owe(spoilt)
         return looked
 
-    def _write(self, looked: LookUp, read: dict[int, Any], fresh: dict[int, Any], looking_up: int) -> None:
-        """Repairs, removes and admits. The breaker hears what this and the look-up, in nanoseconds, took the store:
-        without the wait for others."""
-        begun, waited_seconds = time.perf_counter_ns(), self._admission.waited_seconds
-        num_written = self._settle(looked.damaged, read, fresh)
-        if num_written is not None:
-            took = looking_up + time.perf_counter_ns() - begun
-            waited_seconds -= self._admission.waited_seconds
-            self._breaker.store_took(took / 1e9 + waited_seconds, len(looked.found) + num_written)
+    def _write(self, damaged: list[int], read: dict[int, Any], fresh: dict[int, Any]) -> None:
+        """Repairs, removes and admits. The breaker gets the time of this, without the wait for others."""
+        begun, waited_seconds, before = time.perf_counter_ns(), self._admission.waited_seconds, self._changes()
+        has_work = bool(damaged or fresh) or self._admission.is_unfinished
+        num_written = self._settle(damaged, read, fresh)
+        if num_written is not None and has_work:
+            took = (time.perf_counter_ns() - begun) / 1e9 + waited_seconds - self._admission.waited_seconds
+            num_removed, num_bytes = (now - then for now, then in zip(self._changes(), before, strict=True))
+            self._breaker.store_wrote(took, num_written + num_removed, num_bytes)
+
+    def _changes(self) -> tuple[int, int]:
+        """Returns the entries that were removed so far, and the bytes that were admitted."""
+        return self._ledger["evicted"], self._ledger["admitted_bytes"]
 
     def _settle(self, damaged: list[int], read: dict[int, Any], fresh: dict[int, Any]) -> int | None:
         """Repairs, removes and admits; returns how many entries were written, or None if the store failed."""

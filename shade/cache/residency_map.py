@@ -29,7 +29,7 @@ NEAR = 4
 """The sample's entry belongs on a server of this machine."""
 
 _PLANNED, _GENERATION, _OPEN_UNTIL, _BACKOFF, _STRIKES, _TRIPS, _LOGGED_BY, _ORIGIN, _ENDING, _CAPACITY = range(10)
-_SHARED, _HOME, _OWNED, _OTHERS = range(10, 14)
+_SHARED, _HOME, _OWNED, _OTHERS, _SLOW_WRITES, _SLOW_AT = range(10, 16)
 _ROWS = 129
 
 
@@ -67,7 +67,11 @@ class ResidencyMap:
     backoff_seconds = _Shared(_BACKOFF, float)
     """The present pause between two attempts."""
     strikes = _Shared(_STRIKES, int)
-    """Slow rounds in a row."""
+    """Slow look-ups in a row."""
+    slow_writes = _Shared(_SLOW_WRITES, int)
+    """A bit for each of the last writes, the newest lowest: whether it was slow."""
+    slow_at = _Shared(_SLOW_AT, float)
+    """Monotonic seconds when the last slow write ended that counts."""
     trips = _Shared(_TRIPS, int)
     """How often the breaker has opened."""
     logged_by = _Shared(_LOGGED_BY, int)

@@ -35,7 +35,7 @@ Classes = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class Scores:
-    """A snapshot of the importance scores, never the live table."""
+    """The importance scores while a draw is made; later reports may change the arrays."""
 
     score_N: Floats
     """Float32, ≥ 0; only the ratios matter."""

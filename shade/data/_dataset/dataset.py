@@ -39,7 +39,7 @@ from shade.store.disk import disk_url
 
 logger = logging.getLogger("shade.data")
 
-_NOT_IMAGES = "samples are not image files"
+_NO_STEP = "no step of the transforms can be cached"
 _STATS = (
     *("samples", "hits", "misses", "disk_hits", "origin_reads", "origin_bytes", "cache_bytes", "store_errors"),
     *("disk_errors", "bad_samples"),
@@ -66,9 +66,9 @@ class ShadeDataset(Dataset[Any]):
             data set of image files, are cached.
         encode: Item → bytes, for data sets that the built-in codec does not know.
         decode: Bytes → item; without ``encode``: file content → sample, for files that are not images.
-        form: The cached format of image files: ``"encoded"``, as they are; ``"decoded"``, as pixels; ``"auto"``, one of
-            these, or after a step of the transforms that is not random, as a forecast from measured costs says, the
-            same on all ranks. With a prefix ``"auto"`` decides whether it is cached.
+        form: The cached format: ``"encoded"``, files and items as they are; ``"decoded"``, image files as pixels;
+            ``"auto"``, one of these, or after a step of ``transform`` that is not random, as a forecast from measured
+            costs says, the same on all ranks. With a prefix ``"auto"`` decides whether it is cached.
         max_side: With ``form="decoded"``: every picture is made no larger than this before all transforms.
         reduced_decode: Pictures that are at least twice as large as what the transforms make of them are decoded at a
             half, a quarter or an eighth of their size: faster, and other pixels by a few levels.
@@ -130,8 +130,9 @@ class ShadeDataset(Dataset[Any]):
         own = getattr(dataset, "transform", None) if has_files else None
         parts = split(prefix, prefix_steps, own, transform)
         choices: dict[str, PrefixSplit] = {}
-        if form == "auto" and cache is not None and has_files and decode is None:
-            choices = {"prefix": parts} if parts.prefix else candidates(own, transform)
+        if form == "auto" and cache is not None:
+            may_fuse = has_files and decode is None
+            choices = {"prefix": parts} if parts.prefix else candidates(own, transform, may_fuse=may_fuse)
         is_prefixed = bool(parts.prefix) and cache is not None and not choices
         self._source: SampleSource = (
             prefixed_source_of(dataset, parts.prefix, encode, decode, version=version, skips_missing=skips_bad)
@@ -166,9 +167,9 @@ class ShadeDataset(Dataset[Any]):
             store = open_store(cache) if isinstance(cache, str) else cache
             capacity_bytes = StoreURL.parse(cache).capacity_bytes if isinstance(cache, str) else None
             try:
-                self.cache = self._open_cache(
-                    store, working_set_fraction, capacity_bytes, FormatWishes(form, max_side, choices, version)
-                )
+                disk_bytes = 0 if below is None else below.capacity_bytes or 0
+                wishes = FormatWishes(form, max_side, choices, version, dataset, encode, decode, disk_bytes)
+                self.cache = self._open_cache(store, working_set_fraction, capacity_bytes, wishes)
                 if below is not None:
                     self._open_disk(self.cache, below)
             except BaseException:
@@ -211,15 +212,15 @@ class ShadeDataset(Dataset[Any]):
         total = int(cache.size_bytes_N.sum())
         capacity_bytes = int(working_set_fraction * total) if capacity_bytes is None else capacity_bytes
         num_probes, probe_bytes = source.num_probes, source.probe_bytes
-        if wishes.form != "encoded" and isinstance(source, FileSource) and source.has_pictures:
+        if wishes.prefixes or (wishes.form != "encoded" and isinstance(source, FileSource) and source.has_pictures):
             choice = FormatChoice(source, wishes, total, capacity_bytes)
-            self.forecast, num_probes, probe_bytes = choice.forecast, choice.num_reads, choice.num_bytes
-            self._cached_format = choice.used
+            self.forecast, self._cached_format = choice.forecast, choice.used
+            num_probes, probe_bytes = num_probes + choice.num_reads, probe_bytes + choice.num_bytes
             if choice.source is not source:
                 self._source = source = choice.source
                 cache = SampleCache(store, source.fingerprint, source.payload_bytes_N, 0, source.cached_format)
-        elif wishes.form == "auto":
-            logger.info("form='auto' chose %r: %s", self._cached_format, _NOT_IMAGES)
+        if wishes.form == "auto" and self.forecast is None:
+            logger.info("form='auto' chose %r: %s", self._cached_format, _NO_STEP)
         cache.capacity_bytes = capacity_bytes
         store.enter(source.fingerprint, min(capacity_bytes, int(cache.size_bytes_N.sum())))
         if num_probes:
@@ -265,8 +266,8 @@ class ShadeDataset(Dataset[Any]):
             the disk), ``origin_reads``, ``origin_bytes``, ``cache_bytes``, ``store_errors``, ``disk_errors`` and
             ``bad_samples`` since the data set was made; and each again with the prefix ``epoch_``, since a
             `ShadeSampler` began the present epoch. Where the cached format was predicted: ``is_decoded``, and
-            ``predicted_gain``, how many times as fast decoded pictures load as encoded ones. Empty without a cache,
-            which counts.
+            ``predicted_gain``, how many times as fast the best other format loads as the encoded one. Empty without a
+            cache, which counts.
         """
         if self.cache is None:
             return {}
@@ -284,7 +285,7 @@ class ShadeDataset(Dataset[Any]):
         """Returns, in brackets, why ``form="auto"`` chose this format; empty where the user chose."""
         if not self._is_auto:
             return ""
-        reason = _NOT_IMAGES if self.forecast is None else self.forecast.reason
+        reason = _NO_STEP if self.forecast is None else self.forecast.reason
         return f" (auto: {reason})"
 
     @property

@@ -129,10 +129,10 @@ def split(prefix: Step | None, prefix_steps: int | None, own: Step | None, trans
     return PrefixSplit((*steps,) if own is None else (own, *steps), (), (*steps,), rest)
 
 
-def candidates(own: Step | None, transform: Step | None) -> dict[str, PrefixSplit]:
+def candidates(own: Step | None, transform: Step | None, *, may_fuse: bool) -> dict[str, PrefixSplit]:
     """Returns every way to cache the first steps of a data set's own transform and of the user's, by name, the shortest
-    first; none for a chain that runs in one pass."""
-    if recognise([step for step in (own, transform) if step is not None]) is not None:
+    first; none for a chain that runs in one pass over pictures, if these ``may_fuse``."""
+    if may_fuse and recognise([step for step in (own, transform) if step is not None]) is not None:
         return {}
     num_own = 0 if own is None else len(_parts_of(own))
     found = [split(None, num_steps, own, None)._replace(transform=transform) for num_steps in range(1, num_own)]

@@ -115,9 +115,9 @@ class _Audit:
 _AUDIT = _Audit()
 
 
-def probed_indices(num_samples: int) -> list[int]:
-    """Returns the samples that `probe` tries."""
-    return sorted({int(index) for index in np.linspace(0, num_samples - 1, min(PROBES, num_samples))})
+def probed_indices(num_samples: int, num_probes: int = PROBES) -> list[int]:
+    """Returns evenly spaced samples; as many as `probe` tries."""
+    return sorted({int(index) for index in np.linspace(0, num_samples - 1, min(num_probes, num_samples))})
 
 
 def probe(

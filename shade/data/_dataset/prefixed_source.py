@@ -1,8 +1,9 @@
 """PrefixedSource: keeps the results of a `Prefix` in the cache, each with what comes with its sample.
 
 Files are read as `FileSource` reads them, a batch at once, and so are the samples of a data set that brings its source.
-Of others items are read one by one, and need not be of a kind that a codec knows, because only results are encoded. A
-file's class is not cached: it is known without.
+Of others items are read one by one, and need not be of a kind that a codec knows, because only results are encoded;
+where ``form="auto"`` has chosen the prefix, they have passed the codec. A file's class is not cached: it is known
+without.
 
 The sizes of results are not known before they are made, so the largest probed one stands for all, as for items.
 
@@ -29,6 +30,7 @@ from shade.data._dataset.source import (
     FileSource,
     ItemSource,
     PreparedSource,
+    SampleSource,
     class_targets,
     file_source_of,
     own_source_of,
@@ -48,8 +50,10 @@ class PrefixFailedError(Exception):
 class PrefixedSource(ItemSource, PreparedSource):
     """Samples that have passed a prefix.
 
-    ``files`` reads the samples of a data set of files; without it they are the data set's items. ``probed`` is what
-    the prefix's probe found, if it was probed. Raises ConfigError for a prefix that is random or has no stable name.
+    ``source`` reads the samples that pass, such as files or shards. Without it they are the data set's items, one by
+    one. ``probed`` is what the prefix's probe found, if it was probed.
+
+    Raises ConfigError for a prefix that is random or has no stable name.
     """
 
     cached_format = FORMAT_ITEM
@@ -59,20 +63,21 @@ class PrefixedSource(ItemSource, PreparedSource):
     def __init__(
         self,
         dataset: Any,
-        files: FileSource | None,
+        source: SampleSource | None,
         prefix: Prefix,
         encode: Callable[[Any], bytes],
         decode_item: Callable[[Any], Any],
         version: str | None,
         probed: Probed | None = None,
     ) -> None:
-        self._dataset, self._files, self._prefix = dataset, files, prefix
+        self._prefix = prefix
         self._encode, self._decode_item = encode, decode_item
-        self._before = files or own_source_of(dataset, None, None)
+        self._before, self._dataset = source, dataset if source is None else None
+        self._files = files = source if isinstance(source, FileSource) else None
         self.has_encoded_items = files is None and decode_item is item_codec.decode
-        num_samples = len(dataset) if files is None else len(files.payload_bytes_N)
+        num_samples = len(dataset) if source is None else len(source.payload_bytes_N)
         # Before the first read, after which a data set may hold other things in memory.
-        content = content_digest(dataset, version) if files is None else files.fingerprint
+        content = content_digest(dataset, version) if source is None else source.fingerprint
         self.num_probes = 0 if self._before is None else self._before.num_probes
         self.probe_bytes = 0 if self._before is None else self._before.probe_bytes
         probed = probed or probe(prefix, self._probed_item, self._encoded, num_samples, version)
@@ -179,10 +184,17 @@ def prefixed_source_of(
     decode: Callable[[Any], Any] | None,
     *,
     version: str | None,
-    skips_missing: bool,
+    skips_missing: bool = False,
+    source: SampleSource | None = None,
+    probed: Probed | None = None,
 ) -> PrefixedSource:
-    """Returns the source that caches what a prefix makes of a data set's samples; arguments and errors as
-    `shade.data._dataset.source.source_of`, and as `PrefixedSource`."""
-    files = file_source_of(dataset, encode, decode, skips_missing=skips_missing)
-    decode_item = item_codec.decode if files is not None or decode is None else decode
-    return PrefixedSource(dataset, files, Prefix(prefix), encode or item_codec.encode, decode_item, version)
+    """Returns the source that caches what a prefix makes of a data set's samples.
+
+    ``source`` has the samples before the prefix, if there is one already. Other arguments and errors are as for
+    `shade.data._dataset.source.source_of`, and as for `PrefixedSource`.
+    """
+    if source is None:
+        files = file_source_of(dataset, encode, decode, skips_missing=skips_missing)
+        source = files or own_source_of(dataset, None, None)
+    decode_item = item_codec.decode if isinstance(source, FileSource) or decode is None else decode
+    return PrefixedSource(dataset, source, Prefix(prefix), encode or item_codec.encode, decode_item, version, probed)

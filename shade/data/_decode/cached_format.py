@@ -81,8 +81,10 @@ class FormatCosts:
     """To decode it, on one core."""
     encoded_bytes: float
     """In the store."""
-    decoded_bytes: float
-    """In the store."""
+    decoded_bytes: float | None
+    """In the store; None for what is no picture."""
+    make_seconds: float = 0.0
+    """To make it, where the data set's code does that, on one core; a hit spares it."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class PrefixCosts:
     """To process a decoded sample, on one core."""
     stored_bytes: float
     """Size of its result in the store."""
+    decode_seconds: float = 0.0
+    """To decode its result, on one core."""
 
 
 @dataclass(frozen=True)
@@ -162,14 +166,15 @@ def forecast(
     """
     num_cores = num_cores or len(os.sched_getaffinity(0))
     steps = max((prefix.seconds for prefix in prefixes), default=0.0)
-    formats = {
-        "encoded": (costs.encoded_bytes, costs.decode_seconds + steps),
-        "decoded": (costs.decoded_bytes, steps),
-    } | {prefix.name: (prefix.stored_bytes, steps - prefix.seconds) for prefix in prefixes}
+    formats = {"encoded": (costs.encoded_bytes, costs.decode_seconds + steps)}
+    if costs.decoded_bytes is not None:
+        formats["decoded"] = (costs.decoded_bytes, steps)
+    for prefix in prefixes:
+        formats[prefix.name] = prefix.stored_bytes, prefix.decode_seconds + steps - prefix.seconds
     hit_ratios, seconds = {}, {}
     for name, (size, hit_seconds) in formats.items():
         hits = hit_ratios[name] = min(1.0, capacity_bytes / (num_samples * size))
-        at_miss = (costs.decode_seconds + steps) * (1.0 - hits)
+        at_miss = (costs.make_seconds + costs.decode_seconds + steps) * (1.0 - hits)
         work = (at_miss + (hit_seconds + COPY_SECONDS * size) * hits) / num_cores
         seconds[name] = max(costs.origin_seconds * (1.0 - hits), work, 1e-9)
     best = min(seconds, key=seconds.__getitem__)

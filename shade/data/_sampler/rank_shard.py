@@ -331,7 +331,7 @@ class SharedDraws:
         digest = xxhash.xxh3_64()
         for cause in causes:
             digest.update(b"|")
-            digest.update(cause.tobytes() if isinstance(cause, np.ndarray) else repr(cause).encode())
+            digest.update(cause.view(np.uint8).data if isinstance(cause, np.ndarray) else repr(cause).encode())
         place = Path(self._folder, f"{epoch}-{digest.hexdigest()}")
         with exclusive_lock(f"{place}.lock"):
             with contextlib.suppress(FileNotFoundError):  # not drawn yet, or a rank that is ahead is removing it

@@ -507,8 +507,8 @@ class ShadeSampler(DistributedSampler[int]):
 
     def _scores(self) -> Scores | None:
         self._merger.flush()
-        snapshot = self._table.scores()
-        return Scores(snapshot.score_N, snapshot.seen_N) if snapshot.seen_N.any() else None
+        table = self._table  # not a copy: what is made of it is made before the next report
+        return Scores(table.score_N, table.seen_N) if table.seen_N.any() else None
 
     def _warn_of_missing_calls(self) -> None:
         """Warns of calls that the loop has not made in the epochs so far, and counts the epochs itself if need be.

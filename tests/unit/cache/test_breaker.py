@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from shade.cache import breaker as module
-from shade.cache.breaker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, SLOW_SECONDS, Breaker
+from shade.cache.breaker import (
+    BYTE_SECONDS,
+    ENTRY_SECONDS,
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    SLOW_SECONDS,
+    SLOW_WRITES,
+    WINDOW_WRITES,
+    Breaker,
+)
 from shade.cache.residency_map import ResidencyMap
 from shade.errors import StoreUnavailableError
 from shade.testing import ManualClock
@@ -184,9 +193,9 @@ def test_two_workers_failing_together_pause_once(residency: ResidencyMap, make: 
 @pytest.mark.redis
 def test_slower_than_the_origin_twice_in_a_row_opens_it(breaker: Breaker) -> None:
     breaker.origin_took(SLOW / 2, B)
-    breaker.store_took(SLOW, B)
+    assert breaker.store_took(SLOW, B)
     assert breaker.allows()
-    breaker.store_took(SLOW, B)
+    assert breaker.store_took(SLOW, B)
     assert not breaker.allows()
 
 
@@ -195,7 +204,93 @@ def test_a_good_batch_between_forgives(breaker: Breaker) -> None:
     breaker.origin_took(SLOW / 2, B)
     for _ in range(5):
         breaker.store_took(SLOW, B)
-        breaker.store_took(0.01, B)
+        assert not breaker.store_took(0.01, B)
+    assert breaker.allows()
+
+
+SLOW_WRITE = 2 * (SLOW_SECONDS + B * ENTRY_SECONDS)
+
+
+def write_slowly(breaker: Breaker, clock: ManualClock) -> None:
+    clock.advance(SLOW_WRITE)
+    breaker.store_wrote(SLOW_WRITE, B, 0)
+
+
+@pytest.mark.redis
+def test_most_writes_too_slow_open_it(breaker: Breaker, clock: ManualClock) -> None:
+    breaker.origin_took(SLOW / 2, B)
+    write_slowly(breaker, clock)
+    breaker.store_wrote(0.01, B, 0)
+    write_slowly(breaker, clock)
+    breaker.store_wrote(0.01, B, 0)
+    assert breaker.allows()
+    write_slowly(breaker, clock)
+    assert not breaker.allows()
+
+
+@pytest.mark.redis
+def test_a_slow_look_up_after_a_slow_write_opens_it(breaker: Breaker, clock: ManualClock) -> None:
+    breaker.origin_took(SLOW / 2, B)
+    write_slowly(breaker, clock)
+    assert breaker.allows()
+    breaker.store_took(SLOW, B)
+    assert not breaker.allows()
+
+
+@pytest.mark.redis
+def test_a_stalled_write_now_and_then_is_forgiven(breaker: Breaker, clock: ManualClock) -> None:
+    breaker.origin_took(SLOW / 2, B)
+    for _ in range(5):
+        write_slowly(breaker, clock)
+        write_slowly(breaker, clock)
+        for _ in range(3):
+            breaker.store_wrote(0.01, B, 0)
+    assert breaker.allows()
+
+
+@pytest.mark.redis
+def test_a_stall_that_meets_the_writes_of_all_workers_counts_once(
+    make: Callable[[], Breaker], clock: ManualClock
+) -> None:
+    workers = [make() for _ in range(8)]
+    workers[0].origin_took(SLOW / 2, B)
+    for stalls in range(SLOW_WRITES):
+        assert workers[0].allows(), f"after {stalls} stalls"
+        clock.advance(SLOW_WRITE)
+        for worker in workers:
+            worker.store_wrote(SLOW_WRITE, B, 0)
+    assert not workers[0].allows()
+
+
+@pytest.mark.redis
+def test_a_write_may_take_longer_than_a_read_of_the_same_samples(breaker: Breaker, clock: ManualClock) -> None:
+    """256 files of 700 bytes in the page cache, and a disk of a machine with ten jobs on two cores."""
+    breaker.origin_took(0.01, 256)
+    for _ in range(WINDOW_WRITES):
+        clock.advance(0.98)
+        breaker.store_wrote(0.98, 256, 256 * 700)
+    assert breaker.allows()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(("entries", "size"), [(1000, 10), (10, 5_000_000)], ids=["many", "large"])
+def test_a_store_that_writes_too_slowly_opens_it(breaker: Breaker, clock: ManualClock, entries: int, size: int) -> None:
+    breaker.origin_took(1e-6 * entries, entries)
+    allowed = SLOW_SECONDS + entries * (ENTRY_SECONDS + size * BYTE_SECONDS)
+    for factor, is_kept in ((0.9, True), (1.1, False)):
+        for _ in range(SLOW_WRITES):
+            assert breaker.allows()
+            clock.advance(factor * allowed)
+            breaker.store_wrote(factor * allowed, entries, entries * size)
+        assert breaker.allows() is is_kept
+
+
+@pytest.mark.redis
+def test_slow_writes_are_kept_in_front_of_a_slower_origin(breaker: Breaker, clock: ManualClock) -> None:
+    breaker.origin_took(20.0, B)
+    for _ in range(WINDOW_WRITES):
+        clock.advance(10.0)
+        breaker.store_wrote(10.0, B, 1000)
     assert breaker.allows()
 
 
@@ -205,10 +300,13 @@ def test_a_good_batch_between_forgives(breaker: Breaker) -> None:
     [(2 * SLOW, SLOW), (1e-6, SLOW_SECONDS / 2), (None, SLOW)],
     ids=["origin-is-slower", "below-noise", "origin-unknown"],
 )
-def test_a_cache_that_pays_its_way_is_kept(breaker: Breaker, origin_seconds: float | None, seconds: float) -> None:
+def test_a_cache_that_pays_its_way_is_kept(
+    breaker: Breaker, clock: ManualClock, origin_seconds: float | None, seconds: float
+) -> None:
     if origin_seconds is not None:
         breaker.origin_took(origin_seconds, B)
-    for _ in range(5):
+    for _ in range(WINDOW_WRITES):
+        clock.advance(seconds)
         breaker.store_took(seconds, B)
     assert breaker.allows()
 

@@ -233,11 +233,85 @@ def test_waiting_for_a_neighbour_is_not_the_stores_slowness(
     for start in range(0, 20, 5):
         index_B = np.array(order[start : start + 5])
         cache.residency.origin_seconds = 1e-6
-        cache.residency.strikes = 1
+        cache.residency.slow_writes = 0b11
         post(cache, index_B, ending=True)
         cache.fetch_many(index_B.tolist(), origin)
     assert cache.admission.waited_seconds > 0.1
     assert cache.residency.trips == 0
+
+
+class Watch:
+    """Stands for `time` in the fetch: it moves only when a store is slow."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter_ns(self) -> int:
+        return round(self.now * 1e9)
+
+
+@pytest.mark.parametrize(("call", "num_stalls"), [("get_many", 1), ("add_many", 2)])
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_stall_keeps_no_sample_from_the_store(
+    cache: SampleCache,
+    store: FaultyStore,
+    origin: Origin,
+    clock: ManualClock,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    num_stalls: int,
+    planned: bool,
+) -> None:
+    """The next job reads what this one wrote. So a stall must leave no hole."""
+    watch, stalls = Watch(), iter([3.0] * num_stalls)
+    monkeypatch.setattr("shade.cache.fetch.time", watch)
+    real = getattr(store, call)
+
+    def stalled(items: Any) -> Any:
+        seconds = next(stalls, 0.0)
+        watch.now += seconds
+        clock.advance(seconds)
+        return real(items)
+
+    monkeypatch.setattr(store, call, stalled)
+    cache.residency.origin_seconds = 1e-6
+    for start in range(0, 10, 5):
+        if planned:  # by a plan that counts on entries that the store has lost
+            cache.residency.post(np.arange(start, start + 5), *np.ones((2, 5), dtype=bool), ending=False)
+        cache.fetch_many(range(start, start + 5), origin)
+    assert watch.now == 3.0 * num_stalls, "it was slow"
+    assert (cache.ledger["declined"], cache.residency.trips) == (0, 0)
+    assert resident(cache) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("call", "num_rounds"), [("get_many", breaker_module.SLOW_LOOK_UPS), ("add_many", breaker_module.SLOW_WRITES)]
+)
+def test_a_store_that_is_always_slow_is_left_alone(
+    cache: SampleCache,
+    store: FaultyStore,
+    origin: Origin,
+    clock: ManualClock,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    num_rounds: int,
+) -> None:
+    watch = Watch()
+    monkeypatch.setattr("shade.cache.fetch.time", watch)
+    real = getattr(store, call)
+
+    def slowly(items: Any) -> Any:
+        watch.now += 3.0
+        clock.advance(3.0)
+        return real(items)
+
+    monkeypatch.setattr(store, call, slowly)
+    cache.residency.origin_seconds = 1e-6
+    for index in range(10):
+        cache.residency.origin_seconds = 1e-6
+        cache.fetch_many([index], origin)
+    assert cache.residency.trips == 1
+    assert watch.now == 3.0 * num_rounds
 
 
 # ── damage ──────────────────────────────────────────────────────────────────────────────────────────────────────────

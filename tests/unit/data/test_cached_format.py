@@ -241,8 +241,8 @@ def test_a_format_that_the_user_chose_has_no_reason(folder: Path, caplog: pytest
 def test_auto_leaves_items_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "shade.data"):
         dataset = ShadeDataset(TensorDataset(torch.zeros(4, 2)), cache="memory://", form="auto")
-    assert "form='auto' chose 'encoded': samples are not image files" in caplog.text
-    assert "form='encoded' (auto: samples are not image files)" in repr(dataset)
+    assert "form='auto' chose 'encoded': no step of the transforms can be cached" in caplog.text
+    assert "form='encoded' (auto: no step of the transforms can be cached)" in repr(dataset)
     assert dataset.forecast is None
     assert "is_decoded" not in dataset.stats()
     assert dataset.check_forecast({}) == {}

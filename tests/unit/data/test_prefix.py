@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
+import pickle
 import random
 import re
 import textwrap
@@ -32,6 +34,7 @@ from shade.data._dataset.item_codec import element_bytes
 from shade.errors import BadSampleError, ConfigError, DataError
 from shade.store import open_store
 from tests.support.data_plane import make_pictures, to_tensor
+from tests.support.shards import make_items, open_shards, write_shards
 
 N = 40
 SAMPLES_N3 = torch.arange(3.0 * N).view(N, 3)
@@ -685,7 +688,7 @@ def test_the_wrapped_transform_must_stay_once_its_results_are_cached(folder: Pat
 
 
 def slow_half(image: Image.Image) -> Image.Image:
-    time.sleep(0.01)
+    time.sleep(0.005)
     return half(image)
 
 
@@ -751,6 +754,148 @@ def test_auto_leaves_a_chain_whole_that_runs_in_one_pass(folder: Path) -> None:
     assert dataset.forecast is not None
     assert set(dataset.forecast.seconds) == {"encoded", "decoded"}
     dataset.close()
-    items = ShadeDataset(numbers(), "memory://", prefix=whole, form="auto")
-    assert "form='prefix' (auto: samples are not image files)" in repr(items)
-    items.close()
+
+
+class Pictures(Dataset[Any]):
+    """A user's own data set, without files."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        self.num_reads += 1
+        return Image.new("RGB", (10, 8), (index, 2 * index, 7)), index % 3
+
+
+class Files(Dataset[Any]):
+    """Files of a user's own format."""
+
+    def __init__(self, folder: Path) -> None:
+        self.samples = [(str(folder / f"{number}.raw"), number % 3) for number in range(N)]
+        for number, (path, _) in enumerate(self.samples):
+            Path(path).write_bytes(b"%d of many" % number)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[bytes, int]:
+        path, number = self.samples[index]
+        return Path(path).read_bytes(), number
+
+
+def unpacked(content: bytes) -> torch.Tensor:
+    time.sleep(0.005)
+    return torch.frombuffer(bytearray(content[:8].ljust(8)), dtype=torch.uint8)
+
+
+def doubled(sample: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.005)
+    return sample.mul_(2)
+
+
+def shards_in(folder: Path) -> Any:
+    return open_shards(write_shards(folder / "shards", "tar", make_items(N)), index=folder / "index")
+
+
+OTHERS: dict[str, tuple[Callable[[Path], Any], dict[str, Any], list[Any]]] = {
+    "items": (lambda _: Pictures(), {}, [slow_half, to_tensor, Noise()]),
+    "items that are views": (lambda _: numbers(), {}, [doubled, Noise()]),
+    "items of a codec": (
+        lambda _: Pictures(),
+        {"encode": pickle.dumps, "decode": pickle.loads},
+        [slow_half, to_tensor, Noise()],
+    ),
+    "shards": (shards_in, {}, [unpacked, Noise()]),
+    "files of a format": (Files, {"decode": bytes}, [unpacked, Noise()]),
+}
+"""How to make data sets without image files, the options that they need, and steps, of which the first is slow."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*((kind, "steps") for kind in OTHERS), *itertools.product(["items", "shards"], ["prefix", "prefix_steps"])],
+)
+def test_auto_caches_a_step_of_any_data_set(kind: str, way: str, tmp_path: Path) -> None:
+    make, options, steps = OTHERS[kind]
+    whole_chain = transforms.Compose(steps)
+    by_form = {"encoded": {"transform": whole_chain}, "auto": {"transform": whole_chain}}
+    if way == "prefix":
+        by_form["auto"] = {"prefix": steps[0], "transform": transforms.Compose(steps[1:])}
+    elif way == "prefix_steps":
+        by_form["auto"] = {"transform": whole_chain, "prefix_steps": 1}
+    seen: dict[str, list[Any]] = {}
+    for form, more in by_form.items():
+        (folder := tmp_path / form).mkdir()
+        wrapped = make(folder)
+        dataset = ShadeDataset(wrapped, "memory://?capacity=1MiB", form=form, **options, **more)
+        torch.manual_seed(1)
+        seen[form] = [sample for _ in range(2) for sample in dataset.__getitems__(list(range(0, N, 4)))]
+        stats = dataset.stats()
+        assert stats["hits"] == stats["misses"] == N // 4
+        if isinstance(wrapped, Pictures):
+            assert stats["origin_reads"] == wrapped.num_reads
+        dataset.close()
+    assert plainly(seen["encoded"]) == plainly(seen["auto"])
+    chosen = "prefix of [12] steps?" if way == "steps" else "prefix"
+    assert re.fullmatch(chosen, dataset._cached_format)
+    assert re.search(
+        rf"form='{chosen}' \(auto: {chosen} is predicted to load [\d.e+]+ × as fast as encoded", repr(dataset)
+    )
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_auto_leaves_samples_as_they_are_where_no_step_can_be_cached(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, options, steps = OTHERS[kind]
+    for number, transform in enumerate((None, transforms.Compose([random_step, *steps[:1]]))):
+        (folder := tmp_path / str(number)).mkdir()
+        with caplog.at_level(logging.INFO, "shade.data"):
+            dataset = ShadeDataset(make(folder), "memory://", transform=transform, form="auto", **options)
+        assert "form='encoded' (auto: no step of the transforms can be cached)" in repr(dataset)
+        assert dataset.forecast is None
+        dataset.close()
+    assert "form='auto' leaves out 'prefix of 1 step' and what is longer: expected a prefix that" in caplog.text
+    assert "draws from Python's generator" in caplog.text
+
+
+def random_step(sample: Any) -> Any:
+    random.random()
+    return sample
+
+
+def test_auto_leaves_large_results_of_items_out() -> None:
+    view = transforms.Compose([blown_up, Noise()])
+    dataset = ShadeDataset(Pictures(), "memory://", transform=view, form="auto")
+    assert dataset._cached_format == "encoded"
+    assert dataset.forecast is not None
+    assert dataset.forecast.hit_ratios["prefix of 1 step"] < 0.1
+    dataset.close()
+
+
+def test_auto_caches_no_step_of_random_items(caplog: pytest.LogCaptureFixture) -> None:
+    class Random(Pictures):
+        def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+            return super().__getitem__(int(torch.randint(N, ())))
+
+    state = torch.get_rng_state()
+    with caplog.at_level(logging.INFO, "shade.data"), pytest.warns(UserWarning, match="gives another item"):
+        dataset = ShadeDataset(Random(), "memory://", transform=transforms.Compose([slow_half, Noise()]), form="auto")
+    assert torch.equal(state, torch.get_rng_state()), "the script's random numbers are its own"
+    assert dataset._cached_format == "encoded"
+    assert "another item when it is read again" in caplog.text
+    dataset.close()
+
+
+def test_auto_counts_the_disk_as_room(tmp_path: Path) -> None:
+    view = transforms.Compose([slow_half, Noise()])
+    hits = []
+    for disk in (None, f"{tmp_path}/tier?capacity=50MB"):
+        dataset = ShadeDataset(Pictures(), "memory://", disk=disk, transform=view, form="auto")
+        assert dataset.forecast is not None
+        hits.append(dataset.forecast.hit_ratios["encoded"])
+        dataset.close()
+    assert hits == [pytest.approx(0.2, abs=0.05), 1.0]

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,24 @@ def test_a_draw_that_another_rank_is_removing_is_made_again(tmp_path: Path, monk
         assert draw.weight_N is not None
         assert np.array_equal(draw.weight_N, make().weight_N)
         assert np.array_equal(draw.order_K, make().order_K)
+
+
+def test_a_draw_that_is_there_takes_no_copy_of_the_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_shard, "_MEMORY", str(tmp_path))
+    monkeypatch.setattr(dist, "new_group", lambda **_: mock.Mock(spec=dist.ProcessGroup))
+    monkeypatch.setattr(rank_shard, "agreed_name", lambda _: "name")
+    num_samples = 1 << 20
+    mine = ShadeSampler(Numbers(num_samples), batch_size=BATCH, mode="unbiased", seed=3)
+    mine._table.update(np.arange(num_samples), np.ones(num_samples, dtype=np.float32))
+    mine._shared = rank_shard.SharedDraws(num_samples)
+    first = mine._own_draw(1)
+    tracemalloc.start()
+    second = mine._own_draw(1)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert np.array_equal(first.order_K, second.order_K)
+    assert peak_bytes < num_samples // 4
+    mine.close()
 
 
 # ── folders that processes share ────────────────────────────────────────────────────────────────────────────────────

@@ -26,6 +26,11 @@ def build() -> tuple[Any, SparseSGD, GradientEngine]:
     return model, optimizer, GradientEngine(model, optimizer, **settings)
 
 
+def checkpointer() -> Checkpointer:
+    place = Path(os.environ[PLACE])
+    return Checkpointer(persist_to=str(place), run=place.name, every=1000)
+
+
 def kept(engine: GradientEngine) -> list[float]:
     """The sum of what each bucket keeps."""
     return [float(np.asarray(each["residual"], np.float64).sum()) for each in engine.state_dict()["residuals"]]
@@ -33,7 +38,7 @@ def kept(engine: GradientEngine) -> list[float]:
 
 def story_of_saving(rank: int, world_size: int) -> list[float]:
     model, optimizer, engine = build()
-    with engine, Checkpointer(persist_to=os.environ[PLACE], every=1000) as keeping:
+    with engine, checkpointer() as keeping:
         keeping.attach(model=model, optimizer=optimizer, engine=engine)
         for step in range(6):
             loss_of(model, rank, step).backward()
@@ -45,7 +50,7 @@ def story_of_saving(rank: int, world_size: int) -> list[float]:
 
 def story_of_resuming_in_another_world(rank: int, world_size: int) -> list[Any]:
     model, optimizer, engine = build()
-    with engine, Checkpointer(persist_to=os.environ[PLACE], every=1000) as keeping:
+    with engine, checkpointer() as keeping:
         keeping.attach(model=model, optimizer=optimizer, engine=engine)
         assert keeping.restore_latest()
         taken = kept(engine)
@@ -59,9 +64,9 @@ def story_of_resuming_in_another_world(rank: int, world_size: int) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_what_three_ranks_kept_back_is_there_after_a_restart_with_others(
-    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world_size: int, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(PLACE, str(tmp_path / "snapshots"))
+    monkeypatch.setenv(PLACE, str(tmp_path / run))
     for folder in ("three", "then"):
         (tmp_path / folder).mkdir()
     before = results_of(play([story_of_saving], 3, tmp_path / "three"), story_of_saving)

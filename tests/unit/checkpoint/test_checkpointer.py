@@ -163,7 +163,9 @@ class Flips(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 9])  # one batch into an epoch, at its last batch but one, at its end, later
-def test_a_resumed_run_draws_what_the_undisturbed_one_draws(begin: Callable[..., Checkpointer], stop: int) -> None:
+def test_a_resumed_run_draws_what_the_undisturbed_one_draws(
+    begin: Callable[..., Checkpointer], run: str, stop: int
+) -> None:
     def train(checkpointer: Checkpointer, until: int) -> list[float]:
         torch.manual_seed(1)
         module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
@@ -189,7 +191,7 @@ def test_a_resumed_run_draws_what_the_undisturbed_one_draws(begin: Callable[...,
                     return losses
         return losses
 
-    undisturbed = train(begin(run="undisturbed"), 100)
+    undisturbed = train(begin(run=f"{run}-undisturbed"), 100)
     first = train(begin(), stop)
     torch.manual_seed(99)
     assert first + train(begin(), 100) == undisturbed
@@ -825,7 +827,7 @@ def test_its_repr_says_what_it_is_doing(run: str, tmp_path: Path) -> None:
     assert repr(checkpointer).endswith("step 7 in storage, closed>")
 
 
-def test_help_shows_what_users_call_and_no_machinery() -> None:
+def test_help_shows_what_users_call_and_no_machinery(run: str) -> None:
     assert {name for name in dir(Checkpointer) if not name.startswith("_")} == {
         "attach",
         "close",
@@ -847,7 +849,7 @@ def test_help_shows_what_users_call_and_no_machinery() -> None:
         "wait_durable",
         "watch",
     }
-    with Checkpointer(every="never") as checkpointer:
+    with Checkpointer(run=run, every="never") as checkpointer:
         assert [name for name in vars(checkpointer) if not name.startswith("_")] == ["step_count"]
 
 
@@ -856,7 +858,7 @@ def test_help_shows_what_users_call_and_no_machinery() -> None:
 @pytest.mark.parametrize("kind", ["plain", "shade"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_with_a_stateful_loader_goes_on_bit_for_bit(
-    kind: str, workers: int, begin: Callable[..., Checkpointer]
+    kind: str, workers: int, begin: Callable[..., Checkpointer], run: str
 ) -> None:
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -889,7 +891,7 @@ def test_a_run_with_a_stateful_loader_goes_on_bit_for_bit(
                     return steps
         return steps
 
-    undisturbed = train(begin(run="undisturbed"), 100)
+    undisturbed = train(begin(run=f"{run}-undisturbed"), 100)
     first = train(begin(), 2)
     rest = train(begin(), 100)
     # A plain set's epochs are not counted in the state: the rest of the first, and then the others.

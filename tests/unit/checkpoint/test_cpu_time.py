@@ -75,7 +75,7 @@ def test_the_clock_of_a_thread_counts_what_it_works_and_ends_with_it() -> None:
     ("strategy", "expected"), [("overlap", WRITE_CPU_SECONDS), ("copy", WRITE_CPU_SECONDS), ("sync", 0)]
 )
 def test_work_that_the_training_waits_for_is_not_work_beside_it(
-    strategy: str, expected: float, monkeypatch: pytest.MonkeyPatch
+    strategy: str, expected: float, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
     may_write = threading.Event()
@@ -94,7 +94,7 @@ def test_work_that_the_training_waits_for_is_not_work_beside_it(
     monkeypatch.setattr(WaitPolicy, "_until_committed", wait_for_the_write)
     for module in (async_writer, save):
         monkeypatch.setattr(module, "cpu_seconds", lambda: clock[0])
-    with Checkpointer(strategy=strategy, every="never") as checkpointer:
+    with Checkpointer(strategy=strategy, run=run, every="never") as checkpointer:
         checkpointer.attach(model=torch.nn.Linear(64, 64))
         for _ in range(3):
             may_write.clear()

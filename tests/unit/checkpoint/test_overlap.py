@@ -197,12 +197,12 @@ def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_a_module_can_be_copied_and_its_copy_is_no_part_of_the_training(
-    strategy: str, way: str, tmp_path: Path
+    strategy: str, way: str, run: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model = Attention()
     optimizer = torch.optim.Adam(model.parameters())
-    with Checkpointer(persist_to=tmp_path, run="copies", strategy=strategy, every="never") as checkpointer:
+    with Checkpointer(persist_to=tmp_path, run=run, strategy=strategy, every="never") as checkpointer:
         checkpointer.attach(model=model, optimizer=optimizer)
         trained(model, optimizer)
         trained(model, optimizer)
@@ -221,12 +221,12 @@ def test_the_default_is_the_same_from_python_and_from_the_command_line() -> None
     assert RunConfig.checkpoint_strategy == DEFAULT
 
 
-def test_with_the_default_a_module_is_left_as_it_was(tmp_path: Path) -> None:
+def test_with_the_default_a_module_is_left_as_it_was(run: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Attention()
     optimizer = torch.optim.Adam(model.parameters())
     apart = copy.deepcopy(model)
-    with Checkpointer(persist_to=tmp_path, run="left", every="never") as checkpointer:
+    with Checkpointer(persist_to=tmp_path, run=run, every="never") as checkpointer:
         checkpointer.attach(model=model, optimizer=optimizer)
         for each in model.modules():
             assert {name: value for name, value in vars(each).items() if name.endswith("_hooks") and value} == {}

@@ -597,7 +597,7 @@ def test_nan_leaves_everything_as_it_was(staleness: int) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_saved_run_resumes_bit_for_bit(staleness: int, tmp_path: Path) -> None:
+def test_a_saved_run_resumes_bit_for_bit(staleness: int, run: str, tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, SparseAdamW, GradientEngine]:
         model = network()
         optimizer = SparseAdamW(model.parameters(), lr=1e-3)
@@ -605,7 +605,7 @@ def test_a_saved_run_resumes_bit_for_bit(staleness: int, tmp_path: Path) -> None
         return model, optimizer, GradientEngine(model, optimizer, **settings)
 
     def checkpointer() -> Checkpointer:
-        return Checkpointer(persist_to=str(tmp_path), every=1000)
+        return Checkpointer(persist_to=str(tmp_path), run=run, every=1000)
 
     model, optimizer, engine = build()
     with checkpointer() as keeping, engine:

@@ -9,7 +9,7 @@ Method
     4,000 JPEGs of 400 × 300 pixels (about 35 KB) → random resized crop to 224, flip, normalise. Batches of 64, no
     training step. All files, the images and every converted copy, lie behind `scripts/slowfs`, which delays opens, caps
     the bandwidth of all readers together, caches nothing and counts; "local disk" is the same mount without delay or
-    cap, so that nobody profits from the page cache. The bucket is the same folder behind `object_server`, a stand-in
+    cap, so that no loader profits from the page cache. The bucket is the same folder behind `object_server`, a stand-in
     for S3 on this machine: each request is answered after 30 ms, all answers together get 50 MB/s. It has no TLS, and
     it shares the cores with the loaders. Loaders that read files only say so in their row. The caches of loaders that
     have one hold 0, 20, 50 or 100 % of the data set, on local disk or in memory as the loader likes. Small samples:
@@ -95,7 +95,7 @@ STORAGE = {
 BUCKETS = {"bucket, 30 ms, 50 MB/s": (30.0, 50.0)}
 """Milliseconds, and MB/s."""
 ACCESS = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": "us-east-1"}
-"""What S3 clients want to know; the object server does not look at it."""
+"""S3 clients want these; the object server does not look at them."""
 TWO_WORKERS = ("torch-2-deep", "torch-2-simplejpeg", "torch-2-v2")
 LEFT_OUT = {
     "2 ms, 100 MB/s": TWO_WORKERS,

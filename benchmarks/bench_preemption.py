@@ -67,9 +67,9 @@ from typing import Any, Final
 
 from measures import Kept, in_child, publish
 
+from shade.config import RunConfig
+
 MODEL: Final = "resnet"
-DEFAULT: Final = "overlap"
-"""The strategy that shade takes where none is named."""
 METHODS: Final = ("shade", "dcp-async", "torchsnapshot-package")
 UNDISTURBED: Final = "undisturbed"
 RECORDS: Final = {"dcp-async": ".metadata", "torchsnapshot-package": ".snapshot_metadata"}
@@ -79,7 +79,7 @@ NOTICED: Final = 1 / 3
 """Share of the ends that come with a notice."""
 NOTICE_SECONDS: Final = 30.0
 EXIT_CODE: Final = 143
-"""Of a process that has ended on a notice."""
+"""A process that ends on a notice has this one."""
 POLL_SECONDS: Final = 0.005
 START_SECONDS: Final = 120.0
 WARM_UP_STEPS, LEAST_PAIRS, MOST_PAIRS, PAIR_SECONDS = 5, 4, 40, 20.0
@@ -106,7 +106,8 @@ def costs(name: str, size: str, place: Path | None) -> dict[str, float]:
     kinds = strategy_run.METHODS
     training = strategy_run.Training(kinds["none"], MODEL, size, None)
     with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder:
-        method = kinds[DEFAULT if name == "shade" else name](training.model, training.optimizer, Path(folder))
+        kind = kinds[RunConfig.checkpoint_strategy if name == "shade" else name]
+        method = kind(training.model, training.optimizer, Path(folder))
         turn = strategy_run.Turn(training, method, True)
         turn.steps(WARM_UP_STEPS, save=False)
         step = turn.steps(WARM_UP_STEPS, save=False) / WARM_UP_STEPS
@@ -140,7 +141,7 @@ def best_interval(found: dict[str, float], mtbf_seconds: float) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """What each process of a flight is started with."""
+    """The settings that each process of a flight is started with."""
 
     name: str
     size: str

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import xxhash
 from bench_shards import write_shards
-from measures import commit, processors
+from measures import SLOW_STATS, commit, processors
 from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,7 +180,7 @@ class Meter:
     """Seconds, reads and bytes since the last question."""
 
     def __init__(self, mount: Path) -> None:
-        self._stats = mount / ".slowfs-stats"
+        self._stats = mount / SLOW_STATS
         self._before = self._now()
 
     def _now(self) -> tuple[float, int]:

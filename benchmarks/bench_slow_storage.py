@@ -35,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measures import commit
+from measures import SLOW_STATS, commit
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import transforms
@@ -80,7 +80,7 @@ def slow(source: Path, latency: str, bandwidth: str) -> Iterator[Path]:
 
 def opens(mount: Path) -> int:
     """Opens that the mount has seen."""
-    return int(json.loads((mount / ".slowfs-stats").read_text())["num_opens"])
+    return int(json.loads((mount / SLOW_STATS).read_text())["num_opens"])
 
 
 class Plain:

@@ -228,7 +228,7 @@ class Shade(Method):
     strategy = "copy"
     store: str | None = None
     options: Mapping[str, Any] = {}
-    """Of the `Checkpointer`, beside the strategy's own config."""
+    """Arguments of the `Checkpointer`, beside the strategy's own config."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -104,7 +104,7 @@ def objects(folder: str) -> list[str]:
 
 
 def is_object(address: str) -> bool:
-    """Whether it is in a bucket."""
+    """Returns whether an address is that of an object in a bucket."""
     return address.startswith(SCHEME)
 
 

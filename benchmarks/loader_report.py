@@ -20,7 +20,7 @@ OURS = tuple(name for name in METHODS if name.startswith("shade"))
 UNLIMITED = ("huggingface",)
 """Loaders that keep everything and cannot be limited: compared where all is cached."""
 CLOSE = 0.9
-"""Of the fastest one's samples/s: what is not clearly behind it."""
+"""A loader with this part of the fastest one's samples/s is not clearly behind it."""
 HEAD = "| loader | in cache | samples/s | spread | epochs | ratio | first, s | CPU, ms | opens/N | bytes/all |"
 
 

@@ -215,8 +215,8 @@ def in_child(act: Callable[..., dict[str, Any]], *words: Any) -> dict[str, Any]:
 
 
 def in_children(num_children: int, act: Callable[..., dict[str, Any]], *words: Any) -> list[dict[str, Any]]:
-    """What a function finds in each of several processes at once; see `in_child`. It is called with a process's number
-    and `words`."""
+    """Returns what a function finds in each of several processes at once; see `in_child`. The function gets a process's
+    number and `words`."""
     made = lambda number: types.SimpleNamespace(act=lambda: act(number, *words))  # noqa: E731
     with contextlib.closing(Children(num_children, made)) as children:
         return children.call("act")

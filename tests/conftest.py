@@ -47,12 +47,17 @@ gc.disable()
 def pytest_collection_finish() -> None:
     """Leaves what lives as long as the process out of every later garbage collection."""
     gc.enable()
-    pytest_runtest_setup()
+    freeze_live_objects()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """The same for what earlier tests imported: PyTorch brings half of itself with the first optimizer."""
+    """Leaves out what earlier tests imported, too: PyTorch brings half of itself with the first optimizer."""
+    freeze_live_objects()
+
+
+def freeze_live_objects() -> None:
+    """Collects garbage, and leaves what is left out of later collections."""
     gc.collect()
     gc.freeze()
 

@@ -39,7 +39,7 @@ LONGEST_PAUSE_SECONDS = 60.0
 SLOW_SECONDS = 0.1
 """A round below this is never called slow, whatever the origin does: scheduling noise must not close a cache."""
 ENTRY_SECONDS, BYTE_SECONDS = 10e-3, 20e-9
-"""What writing an entry and a byte may take beside that. A disk writes an entry in 0.05 ms, and in 4 ms if other
+"""Writing an entry and a byte may take so long beside that. A disk writes an entry in 0.05 ms, and in 4 ms if other
 programs have the processors."""
 SLOW_LOOK_UPS = 2
 WINDOW_WRITES, SLOW_WRITES = 5, 3

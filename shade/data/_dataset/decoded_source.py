@@ -173,7 +173,7 @@ class FormatWishes:
     encode: Callable[[Any], bytes] | None = None
     decode: Callable[[Any], Any] | None = None
     disk_bytes: int = 0
-    """What the disk below the cache may hold."""
+    """The capacity of the disk below the cache."""
 
 
 class FormatChoice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -250,6 +251,23 @@ class Watch:
         return round(self.now * 1e9)
 
 
+def slow_down(
+    store: FaultyStore, call: str, seconds: Iterator[float], clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> Watch:
+    """Makes each call of a store take the next of ``seconds``, and none once they are used up."""
+    watch, real = Watch(), getattr(store, call)
+
+    def slowly(items: Any) -> Any:
+        taken = next(seconds, 0.0)
+        watch.now += taken
+        clock.advance(taken)
+        return real(items)
+
+    monkeypatch.setattr("shade.cache.fetch.time", watch)
+    monkeypatch.setattr(store, call, slowly)
+    return watch
+
+
 @pytest.mark.parametrize(("call", "num_stalls"), [("get_many", 1), ("add_many", 2)])
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_stall_keeps_no_sample_from_the_store(
@@ -263,17 +281,7 @@ def test_a_stall_keeps_no_sample_from_the_store(
     planned: bool,
 ) -> None:
     """The next job reads what this one wrote. So a stall must leave no hole."""
-    watch, stalls = Watch(), iter([3.0] * num_stalls)
-    monkeypatch.setattr("shade.cache.fetch.time", watch)
-    real = getattr(store, call)
-
-    def stalled(items: Any) -> Any:
-        seconds = next(stalls, 0.0)
-        watch.now += seconds
-        clock.advance(seconds)
-        return real(items)
-
-    monkeypatch.setattr(store, call, stalled)
+    watch = slow_down(store, call, itertools.repeat(3.0, num_stalls), clock, monkeypatch)
     cache.residency.origin_seconds = 1e-6
     for start in range(0, 10, 5):
         if planned:  # by a plan that counts on entries that the store has lost
@@ -296,17 +304,7 @@ def test_a_store_that_is_always_slow_is_left_alone(
     call: str,
     num_rounds: int,
 ) -> None:
-    watch = Watch()
-    monkeypatch.setattr("shade.cache.fetch.time", watch)
-    real = getattr(store, call)
-
-    def slowly(items: Any) -> Any:
-        watch.now += 3.0
-        clock.advance(3.0)
-        return real(items)
-
-    monkeypatch.setattr(store, call, slowly)
-    cache.residency.origin_seconds = 1e-6
+    watch = slow_down(store, call, itertools.repeat(3.0), clock, monkeypatch)
     for index in range(10):
         cache.residency.origin_seconds = 1e-6
         cache.fetch_many([index], origin)

@@ -1,7 +1,8 @@
 """Reads whole files of the data set's origin, the only slow place, many at once where that pays.
 
 On a local disk a read takes tens of microseconds and threads only cost; on NFS or object storage it takes milliseconds
-of waiting, and a batch must pay that latency once and not once a sample. `FileOrigin` measures which of the two it is.
+of waiting, and a batch must pay that latency once and not once a sample. `FileOrigin` measures which of the two it is;
+`read_files` does that where no wait for the interpreter is taken for a wait for storage.
 
 `ConcurrencyLimit` decides how many reads run at once. A link or disk serves so many bytes a second and answers after
 some time. Up to the product of the two, one more read under way is one more served, and none takes longer (Little's
@@ -39,7 +40,10 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import fsspec
+import numpy as np
+from typing_extensions import override
 
+from shade.data._dataset.file_reads import read_files
 from shade.errors import ConfigError, DataError, StoreClosedError, shown_url, without_login
 from shade.installation import install_hint
 
@@ -62,6 +66,8 @@ EASED = 0.65
 PATIENCE_WINDOWS = 8
 """Windows until a step down that did not help is tried again."""
 Result = bytes | OSError
+_ROOM_BYTES = 1 << 20
+"""Small files are read together, as many as fit into this."""
 _MOST_OPEN = 128
 """Files that stay open for the next range of them."""
 
@@ -234,6 +240,13 @@ class ReadPool:
                 thread.join()
 
 
+class _Room(threading.local):
+    """Memory of each thread, into which it reads small files."""
+
+    def __init__(self) -> None:
+        self.bytes_S = np.empty(_ROOM_BYTES, dtype=np.uint8)
+
+
 class _OpenFile:
     """A file that is open as long as anything refers to it, which a thread that reads it does."""
 
@@ -263,6 +276,7 @@ class FileOrigin:
         self._pool: ReadPool | None = None
         self._making = threading.Lock()
         self._open_files: dict[str, _OpenFile] = {}
+        self._room = _Room()
         self._mean_seconds = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -276,14 +290,15 @@ class FileOrigin:
         raised. Expected sizes, if known, bound the memory under way."""
         if self._pid != os.getpid():
             self._forget()
+        expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
         results: list[bytes | OSError] = []
-        for done, path in enumerate(paths):
+        while (done := len(results)) < len(paths):
+            left, left_bytes = paths[done:], expected[done:]
             # The first slow read of a batch sends the rest of it to the threads.
-            if done + 1 < len(paths) and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
-                expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
-                rest = [partial(self._read, each) for each in paths[done:]]
-                return results + self._threads().run(rest, expected[done:])
-            results.append(self._read(path))
+            if len(left) > 1 and self.num_threads > 1 and self._mean_seconds > PARALLEL_SECONDS:
+                reads = [partial(self._read, path, size) for path, size in zip(left, left_bytes, strict=True)]
+                return results + self._threads().run(reads, left_bytes)
+            results += self._read_first(left, left_bytes)
         return results
 
     def _threads(self) -> ReadPool:
@@ -293,7 +308,27 @@ class FileOrigin:
                 weakref.finalize(self, self._pool.close).atexit = False
             return self._pool
 
-    def _read(self, path: Place) -> bytes | OSError:
+    def _read(self, path: Place, size: int) -> bytes | OSError:
+        (content,) = self._read_first([path], [size])
+        return content
+
+    def _read_first(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[bytes | OSError]:
+        """Reads the first place, and those after it that the same call can read."""
+        small: list[str] = []
+        free = _ROOM_BYTES
+        for path, size in zip(paths, sizes, strict=True):
+            free -= size + 1
+            if isinstance(path, ByteRange) or free < 0:
+                break
+            small.append(path)
+        if small:
+            pace = self._mean_seconds, _MEAN_DECAY, PARALLEL_SECONDS
+            contents, self._mean_seconds = read_files(small, self._room.bytes_S, *pace)
+            if contents:
+                return contents
+        return [self._read_alone(paths[0])]
+
+    def _read_alone(self, path: Place) -> bytes | OSError:
         begun = time.perf_counter()
         try:
             content = self._content(path)
@@ -389,6 +424,11 @@ class UrlOrigin(FileOrigin):
     def __getstate__(self) -> dict[str, Any]:
         return {"options": self.options, "num_threads": self.num_threads}
 
+    @override
+    def _read_first(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[bytes | OSError]:
+        return [self._read_alone(paths[0])]
+
+    @override
     def _content(self, path: Place) -> bytes:
         url, start, stop = path if isinstance(path, ByteRange) else (path, None, None)
         file_system = self._opened(url)

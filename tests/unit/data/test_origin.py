@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import threading
 import time
-import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from shade.data._dataset import origin as origin_module
-from shade.data._dataset.origin import PARALLEL_SECONDS, FileOrigin
+from shade.data._dataset.origin import PARALLEL_SECONDS, FileOrigin, Place
 
 
 class Slow(FileOrigin):
@@ -24,17 +23,17 @@ class Slow(FileOrigin):
         self.seconds, self.readers, self.at_once, self.most = seconds, set[str](), 0, 0
         self.lock = threading.Lock()
 
-    def _read(self, path: str) -> bytes | OSError:
+    def _read_first(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[bytes | OSError]:
         with self.lock:
             self.at_once += 1
             self.most = max(self.most, self.at_once)
             self.readers.add(threading.current_thread().name)
         time.sleep(self.seconds)
-        content = super()._read(path)
+        contents = super()._read_first(paths[:1], sizes[:1])
         self._mean_seconds = max(self._mean_seconds, self.seconds)
         with self.lock:
             self.at_once -= 1
-        return content
+        return contents
 
 
 @pytest.fixture
@@ -59,9 +58,12 @@ def test_contents_come_in_order_and_errors_in_their_place(paths: list[str]) -> N
 def test_only_an_origin_that_waits_is_read_by_threads(
     paths: list[str], seconds: float, in_threads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks = itertools.count()
-    clock = types.SimpleNamespace(perf_counter=lambda: seconds * next(ticks), monotonic=time.monotonic)
-    monkeypatch.setattr(origin_module, "time", clock)  # so each read takes this long, however busy the machine is
+    def read_files(
+        paths: list[str], room_S: object, mean: float, decay: float, slow: float
+    ) -> tuple[list[bytes], float]:
+        return [Path(paths[0]).read_bytes()], decay * mean + (1 - decay) * seconds
+
+    monkeypatch.setattr(origin_module, "read_files", read_files)  # a busy machine takes longer
     before = set(threading.enumerate())
     origin = FileOrigin()
     for _ in range(5):

@@ -83,6 +83,8 @@ class SampleKeys:
         self._stride = int(num_buckets * _GOLDEN) | 1
         self._mask = num_buckets - 1
         self._heads = [f"{self.prefix}{{{tag}}}" for tag in balanced_tags(num_buckets)]
+        self.key_length = max(map(len, self._heads)) + 7
+        """Bytes of the longest key up to index 9 999 999, for `Store.stored_bytes`."""
 
     def __reduce__(self) -> tuple[type[SampleKeys], tuple[str, int]]:
         return type(self), (self.namespace, self.num_buckets)
@@ -108,8 +110,3 @@ class SampleKeys:
             return None
         index = int(digits)
         return index if self.key(index) == key else None
-
-    @property
-    def key_length(self) -> int:
-        """Returns the bytes of the longest key up to index 9 999 999, for `Store.stored_bytes`."""
-        return max(map(len, self._heads)) + 7

@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeSampler
 from shade.cache import admission, breaker
-from shade.data._dataset.origin import FileOrigin
+from shade.data._dataset.origin import FileOrigin, Place
 from shade.policy.simulator import SimulationResult, simulate
 from shade.policy.trace import Trace
 
@@ -105,15 +105,15 @@ class CountingOrigin(FileOrigin):
     def __getstate__(self) -> dict[str, Any]:
         return {"log": self.log, "seconds": self.seconds}
 
-    def _read(self, path: str) -> bytes | OSError:
+    def _read_first(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[bytes | OSError]:
         time.sleep(self.seconds)
-        content = super()._read(path)
+        (content,) = super()._read_first(paths[:1], sizes[:1])
         self._mean_seconds = max(self._mean_seconds, self.seconds)  # what the wait would have taught it
         if not isinstance(content, OSError):
             descriptor = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.write(descriptor, b"%d %s\n" % (len(content), path.encode()))
+            os.write(descriptor, b"%d %s\n" % (len(content), str(paths[0]).encode()))
             os.close(descriptor)
-        return content
+        return [content]
 
     @staticmethod
     def total(log: Path) -> tuple[int, int]:

@@ -37,6 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import fsspec
@@ -314,6 +315,16 @@ class FileOrigin:
 
     def _read_first(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[bytes | OSError]:
         """Reads the first place, and those after it that the same call can read."""
+        small = self._small(paths, sizes)
+        if small and isinstance(open, BuiltinFunctionType):  # else a script put its own `open` in the place of Python's
+            pace = self._mean_seconds, _MEAN_DECAY, PARALLEL_SECONDS
+            contents, self._mean_seconds = read_files(small, self._room.bytes_S, *pace)
+            if contents:
+                return contents
+        return [self._read_alone(paths[0])]
+
+    def _small(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[str]:
+        """Returns the whole files at the beginning that fit into a thread's memory together."""
         small: list[str] = []
         free = _ROOM_BYTES
         for path, size in zip(paths, sizes, strict=True):
@@ -321,12 +332,7 @@ class FileOrigin:
             if isinstance(path, ByteRange) or free < 0:
                 break
             small.append(path)
-        if small:
-            pace = self._mean_seconds, _MEAN_DECAY, PARALLEL_SECONDS
-            contents, self._mean_seconds = read_files(small, self._room.bytes_S, *pace)
-            if contents:
-                return contents
-        return [self._read_alone(paths[0])]
+        return small
 
     def _read_alone(self, path: Place) -> bytes | OSError:
         begun = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -63,6 +64,12 @@ def test_a_file_that_grew_is_read_whole(paths: list[str]) -> None:
     contents = FileOrigin().read_many(paths, [100 * number for number in range(len(paths))])
     assert contents[2] == grown
     assert contents[3:] == [Path(path).read_bytes() for path in paths[3:]]
+
+
+def test_a_script_that_replaced_open_is_asked(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As code does that reads a bucket through a path, and `SlowStorage`."""
+    monkeypatch.setattr("builtins.open", lambda path, *_, **__: io.BytesIO(path.encode()))
+    assert FileOrigin().read_many([*paths, "bucket/a"]) == [path.encode() for path in [*paths, "bucket/a"]]
 
 
 def test_a_null_byte_names_no_other_file(paths: list[str]) -> None:

@@ -10,10 +10,11 @@ the machine meets all of its workers.
 *Open*, no batch asks. When the pause is over, a thread asks the store a small question while training continues without
 it; if the answer is bad or late, the pause doubles, up to a minute. After a good answer one batch may pass
 (*half-open*), and closes the breaker or opens it again. An epoch's plan does not wait for the pause and asks at once
-(`Breaker.answers`): an epoch that begins within a pause would else be planned without what the cache holds.
+(`Breaker.answers`): an epoch that begins within a pause would else be planned without what the cache holds. Waiting for
+such answers takes at most `ASKED_SHARE` of the time, which matters to epochs of some seconds.
 
 The state is in the residency map, so the discovery of one worker spares the others theirs. Price of a dead cache: one
-timeout for the worker that finds out, then one an epoch. The log gets one line a rank: the first process that wants to
+timeout for the worker that finds out, then at most one an epoch. The log gets one line a rank: the first process that wants to
 log signs the residency map, waits until others have signed that wanted to at the same moment, and logs if the signature
 is still its own (Fischer's mutual exclusion; a process that is suspended for longer than `SIGNING_SECONDS` between its
 look and its signature logs a second line).
@@ -43,6 +44,8 @@ ENTRY_SECONDS, BYTE_SECONDS = 10e-3, 20e-9
 programs have the processors."""
 SLOW_LOOK_UPS = 2
 WINDOW_WRITES, SLOW_WRITES = 5, 3
+ASKED_SHARE = 0.05
+"""Of the time, for questions that an epoch's plan waits for in vain."""
 SIGNING_SECONDS = 0.02
 NOT_LOGGED, LOGGED_RECOVERY = 0, -1
 """Values of ``ResidencyMap.logged_by`` beside process ids: nothing was logged yet; the recovery was logged too."""
@@ -81,6 +84,8 @@ class Breaker:
         self._thread: threading.Thread | None = None
         self._name = name
         self._is_probing = False
+        self._asks_again_at = 0.0
+        """Time from which an epoch's plan may ask a store that gave no good answer."""
         self._batch = 1
 
     @property
@@ -107,11 +112,14 @@ class Breaker:
 
     def answers(self) -> bool:
         """Returns whether the store may be asked, or answers now: like `allows`, but without the pause and waiting for
-        the answer. Costs a dead cache one timeout an epoch."""
+        the answer. Costs a dead cache one timeout an epoch, and at most `ASKED_SHARE` of the time."""
         self.close()
-        if self._residency.open_until not in (0.0, _READY):
-            self._push_back(self._clock())
+        begun = self._clock()
+        if self._residency.open_until not in (0.0, _READY) and begun >= self._asks_again_at:
+            self._push_back(begun)
             self._probe()
+            ended = self._clock()
+            self._asks_again_at = ended + (ended - begun) * (1 / ASKED_SHARE - 1)
         return self.allows()
 
     def _push_back(self, now: float) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from shade.cache import breaker as module
 from shade.cache.breaker import (
+    ASKED_SHARE,
     BYTE_SECONDS,
     ENTRY_SECONDS,
     FIRST_PAUSE_SECONDS,
@@ -166,6 +167,22 @@ def test_what_waits_for_no_pause_asks_at_once_and_tries(
     assert not breaker.is_open
     assert breaker.answers()
     assert server.num_asked == 1, "closed, it asks nothing"
+
+
+@pytest.mark.redis
+def test_vain_questions_that_a_plan_waits_for_take_a_small_part_of_the_time(
+    breaker: Breaker, clock: ManualClock, server: Server
+) -> None:
+    breaker.store_failed(GONE)
+    server.error, server.seconds = GONE, 0.25
+    begun = clock()
+    for _ in range(1000):  # epochs of a second
+        assert not breaker.answers()
+        clock.advance(1.0)
+    assert server.num_asked * 0.25 <= ASKED_SHARE * (clock() - begun)
+    clock.advance(0.25 / ASKED_SHARE)
+    server.error = None
+    assert breaker.answers(), "and the next one that may be asked is asked at once"
 
 
 @pytest.mark.redis

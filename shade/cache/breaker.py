@@ -14,10 +14,10 @@ it; if the answer is bad or late, the pause doubles, up to a minute. After a goo
 such answers takes at most `ASKED_SHARE` of the time, which matters to epochs of some seconds.
 
 The state is in the residency map, so the discovery of one worker spares the others theirs. Price of a dead cache: one
-timeout for the worker that finds out, then at most one an epoch. The log gets one line a rank: the first process that wants to
-log signs the residency map, waits until others have signed that wanted to at the same moment, and logs if the signature
-is still its own (Fischer's mutual exclusion; a process that is suspended for longer than `SIGNING_SECONDS` between its
-look and its signature logs a second line).
+timeout for the worker that finds out, then at most one an epoch. The log gets one line a rank: the first process that
+wants to log signs the residency map, waits until others have signed that wanted to at the same moment, and logs if the
+signature is still its own (Fischer's mutual exclusion; a process that is suspended for longer than `SIGNING_SECONDS`
+between its look and its signature logs a second line).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Turns a batch of per-sample losses into scores: by rank (SHADE's), by moving average, or by gradient norm.
+"""Turns a batch of per-sample losses into scores: by rank (SHADE's), by moving average, or by gradient.
 
 `RankScore`: the sample with the j-th smallest loss gets ``log(j + 10)``. Ranks can be compared across batches and
 epochs where losses cannot, which is the paper's reason; the price is that the scores span only log(B + 9) / log(10), a
 factor of 1.9 at B = 64, however far the losses are apart. B is the global batch, so the scores do not depend on the
 number of ranks.
 
-`LossScore`, the default: one report an epoch is noisy (augmentation, dropout), so half of the score is the past. The
+`LossScore`: one report an epoch is noisy (augmentation, dropout), so half of the score is the past. The
 half-life of one epoch cuts the noise's variance to a third and lags a falling loss by about one epoch, on all samples
 alike; only ratios matter.
 
@@ -13,6 +13,10 @@ alike; only ratios matter.
 norm, times a factor that is about the same for all samples, bounds the norm of the whole gradient. That is closer to
 what minimises variance than the loss is. It costs one softmax of what the loss has already read. Report it in place of
 the loss.
+
+`TargetGradScore`, the default of `unbiased`: the part of that gradient at the target's logit, ``1 − p``, which the loss
+gives without the logits, since ``p = exp(−loss)``. A sample that is hopelessly wrong counts as one that is wrong, so
+wrong labels and outliers are drawn less often than by their loss. Decision 0053 has the trainings that chose it.
 
 References:
     Khan et al., "SHADE: Enable Fundamental Cacheability for Distributed Deep Learning Training", FAST 2023 (rank).
@@ -70,6 +74,10 @@ class LossScore(ScoreStrategy):
     def __init__(self) -> None:
         self._has_warned = False
 
+    def importance_of(self, value_B: Floats) -> Floats:
+        """Returns what is averaged, of reported values ≥ 0."""
+        return value_B
+
     @override
     def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
         if not self._has_warned and (value_B < 0).any():
@@ -80,7 +88,7 @@ class LossScore(ScoreStrategy):
                 "only compares them",
                 stacklevel=2,
             )
-        value_B = np.maximum(value_B, np.float32(0))
+        value_B = self.importance_of(np.maximum(value_B, np.float32(0)))
         return np.where(seen_B, score_B + NEW_SHARE * (value_B - score_B), value_B)
 
 
@@ -89,6 +97,47 @@ class GradNormScore(LossScore):
     """Moving average, as `LossScore`, of what `last_layer_norm` returns."""
 
     takes_losses = False
+
+
+FLAT_LOSS = np.float32(5)
+"""From here on ``1 − exp(−loss)`` is above 0.993, for the most important sample and for the median alike."""
+
+_SQUARINGS, _LARGEST_LOSS = 10, np.float32(64)
+
+
+@SCORES.register("target-grad")
+class TargetGradScore(LossScore):
+    """Moving average of ``1 − exp(−loss)``: for cross-entropy, the gradient with respect to the target's logit.
+
+    Losses of another kind may be so large that all samples look alike. The first batch of samples seen before whose
+    median is above `FLAT_LOSS` warns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_warned_of_flatness = False
+
+    @override
+    def importance_of(self, value_B: Floats) -> Floats:
+        # Products and quotients alone are the same on every processor, as the scores of all ranks must be. The limit of
+        # (1 + x/n)**n is exp(x): with n = 1024 the score is right to a thousandth.
+        power_B = 1 + np.minimum(value_B, _LARGEST_LOSS).astype(np.float64) / (1 << _SQUARINGS)
+        for _ in range(_SQUARINGS):
+            np.square(power_B, out=power_B)
+        return (1 - 1 / power_B).astype(np.float32)
+
+    @override
+    def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
+        is_known = len(seen_B) > 0 and seen_B.all()  # an untrained model's losses say nothing of their kind
+        if is_known and not self._has_warned_of_flatness and np.median(value_B) > FLAT_LOSS:
+            self._has_warned_of_flatness = True
+            warnings.warn(
+                f"half of the losses that report() got are above {np.median(value_B):g}; score='target-grad' is made "
+                "for cross-entropy and takes losses this large for equal, so the draw becomes a random one. If yours "
+                "are of another kind, pass ShadeSampler(…, score='loss')",
+                stacklevel=2,
+            )
+        return super().rescore(score_B, seen_B, value_B)
 
 
 @torch.no_grad()

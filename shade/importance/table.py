@@ -64,25 +64,31 @@ class ImportanceTable:
 
     Args:
         num_samples: N.
-        score: Name of a strategy in `SCORES`: ``loss``, ``rank`` or ``grad-norm``.
+        score: Name of a strategy in `SCORES`: ``target-grad``, ``loss``, ``rank`` or ``grad-norm``. None takes the
+            default, and that of a state which is loaded.
+        default: Such a name.
 
     Raises:
         ConfigError: ``num_samples`` below 1.
         UnknownNameError: No such strategy.
     """
 
-    def __init__(self, num_samples: int, score: str = "loss") -> None:
+    def __init__(self, num_samples: int, score: str | None = None, default: str = "loss") -> None:
         if num_samples < 1:
             raise ConfigError.of("num_samples ≥ 1", num_samples, "check the path of the data set")
         self.num_samples = num_samples
-        self.score = score
+        self._is_chosen = score is not None
         self.score_N: Floats = np.zeros(num_samples, dtype=np.float32)
         self.seen_N: Bools = np.zeros(num_samples, dtype=bool)
         self.loss_N: Floats = np.full(num_samples, np.nan, dtype=np.float32)
         """The last reported value of each sample since `take_losses`, unchanged; NaN if there is none."""
         self.num_ignored = 0
         """Reports dropped because the loss was not finite."""
+        self._use(score or default)
+
+    def _use(self, score: str) -> None:
         self._strategy = SCORES.get(score)()
+        self.score = score
         self.takes_losses = self._strategy.takes_losses
         """Whether the reported values are losses, and not another measure of importance."""
 
@@ -179,8 +185,9 @@ class ImportanceTable:
         if state["num_samples"] != self.num_samples:
             cure = "resume with the data set of that run"
             raise ConfigError.of(f"scores of {self.num_samples} samples", state["num_samples"], cure)
-        if state["score"] != self.score:
+        if state["score"] != self.score and self._is_chosen:
             raise ConfigError.of(f"{self.score!r} scores", state["score"], "resume with the score of that run")
+        self._use(state["score"])
         self.score_N[:] = np.asarray(state["score_N"], dtype=np.float32)
         self.seen_N[:] = np.unpackbits(np.asarray(state["seen_bits"]), count=self.num_samples).astype(bool)
         self.num_ignored = int(state["num_ignored"])

@@ -95,7 +95,7 @@ class UnbiasedMode(SamplingMode):
     """
 
     default_policy = "plan"
-    default_score = "loss"
+    default_score = "target-grad"
 
     def __init__(
         self,

@@ -127,8 +127,24 @@ def test_state_of_something_else_is_refused(table: ImportanceTable) -> None:
         table.load_state_dict(ImportanceTable(N, other).state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:report.. got a loss that is")
+def test_a_score_that_was_not_chosen_is_that_of_the_loaded_state(table: ImportanceTable) -> None:
+    """So a run of a version with another default continues as it began."""
+    for batch in some_batches(5):
+        table.update(*batch)
+    default = next(name for name in SCORES if name != table.score)
+    other = ImportanceTable(N, None, default)
+    assert other.score == default
+    other.load_state_dict(table.state_dict())
+    assert (other.score, other.takes_losses) == (table.score, table.takes_losses)
+    for batch in some_batches(5, seed=1):
+        table.update(*batch)
+        other.update(*batch)
+    assert bytes_of(other) == bytes_of(table)
+
+
 def test_unknown_score_names_the_known_ones() -> None:
-    with pytest.raises(UnknownNameError, match="grad-norm, loss, rank"):
+    with pytest.raises(UnknownNameError, match="grad-norm, loss, rank, target-grad"):
         ImportanceTable(N, "los")
 
 

@@ -137,7 +137,7 @@ class ShadeSampler(DistributedSampler[int]):
                 f"num_replicas={self.num_replicas}",
                 "call torch.distributed.init_process_group('gloo') first, or use mode='uniform'",
             )
-        self._table = ImportanceTable(self.num_samples, score or self._mode.default_score)
+        self._table = ImportanceTable(self.num_samples, score, self._mode.default_score)
         self._merger = ScoreMerger(self._table, batch_size)
         cache: SampleCache | None = getattr(dataset, "cache", None)
         self._planner: CachePlanner | None = None

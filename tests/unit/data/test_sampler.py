@@ -359,7 +359,7 @@ def test_a_wrapper_that_renumbers_a_shade_dataset_is_refused_and_works_inside(wr
     with pytest.raises(ConfigError, match="a data set that is not wrapped yet"):
         ShadeDataset(around, cache=None)
     data = ShadeDataset(inside, cache="memory://")
-    sampler = ShadeSampler(data, batch_size=B, keep=0.5)
+    sampler = ShadeSampler(data, batch_size=B, keep=0.5, score="loss")
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for value_B, index_B in DataLoader(data, batch_size=B, sampler=sampler):

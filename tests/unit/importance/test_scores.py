@@ -1,4 +1,4 @@
-"""What sets the three scores apart."""
+"""What sets the scores apart."""
 
 from __future__ import annotations
 
@@ -46,6 +46,34 @@ def test_rank_score_ignores_scale_and_past() -> None:
     first.update(np.arange(4), loss_B)
     second.update(np.arange(4), loss_B * 1000)
     np.testing.assert_array_equal(first.score_N, second.score_N)
+
+
+def test_target_score_is_the_gradient_at_the_targets_logit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_BC = torch.randn(16, 5, generator=generator).requires_grad_()
+    targets_B = torch.randint(0, 5, (16,), generator=generator)
+    loss_B = torch.nn.functional.cross_entropy(logits_BC, targets_B, reduction="none")
+    loss_B.sum().backward()
+    assert logits_BC.grad is not None
+    gradient_B = logits_BC.grad.gather(1, targets_B[:, None])[:, 0].abs()
+    table = ImportanceTable(16, "target-grad")
+    table.update(np.arange(16), loss_B.detach().numpy())
+    np.testing.assert_allclose(table.score_N, gradient_B.numpy(), rtol=1e-3)
+    table.update(np.arange(16), np.zeros(16, dtype=np.float32))
+    np.testing.assert_allclose(table.score_N, gradient_B.numpy() / 2, rtol=1e-3)
+
+
+def test_target_score_warns_once_of_losses_that_it_cannot_tell_apart(recwarn: pytest.WarningsRecorder) -> None:
+    table = ImportanceTable(3, "target-grad")
+    large_B = np.array([40, 90, 900], dtype=np.float32)
+    table.update(np.arange(3), large_B)
+    assert not recwarn.list, "an untrained model's cross-entropy may be as large"
+    table.update(np.arange(3), np.array([0.1, 1.0, 900], dtype=np.float32))
+    assert not recwarn.list, "one outlier"
+    for _ in range(2):
+        table.update(np.arange(3), large_B)
+    (warning,) = recwarn.list
+    assert "score='loss'" in str(warning.message)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -18,6 +18,7 @@ batch = st.lists(st.tuples(st.integers(-1, N), losses), max_size=6)
 
 
 @pytest.mark.filterwarnings("ignore:report\\(\\) got a loss that is NaN")
+@pytest.mark.filterwarnings("ignore:half of the losses")
 @pytest.mark.parametrize("score", sorted(SCORES))
 @given(lists=st.lists(batch, max_size=6))
 def test_joined_or_not_the_table_is_the_same(score: str, lists: list[list[tuple[int, float]]]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from shade.checkpoint._buffer import shared_memory_tier as stage_module
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import ConfigError, RunInUseError, StorageFullError
+from shade.store import link
 from tests.simulation.torture.ledger import Saved, saved
 
 RUN = "run"
@@ -127,10 +131,43 @@ def test_a_larger_state_gets_a_larger_buffer(tmp_path: Path) -> None:
 
 
 def test_no_room_is_said_and_leaves_no_file(tmp_path: Path) -> None:
-    stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
+    stage, before = SharedMemoryTier(RUN, 0, folder=tmp_path), os.listdir("/proc/self/fd")
     with pytest.raises(StorageFullError, match=r"bytes of shared memory in .*, got .* free"):
         stage.begin(2**60)
     assert list(stage.folder.glob("*.data")) == []
+    private = SharedMemoryTier(RUN, 2, folder=tmp_path, has_others=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_module, "map_aligned", _no_room)
+        private.begin(100)
+    assert not link._file_memory, "private memory is no file"
+    assert os.listdir("/proc/self/fd") == before
+
+
+def _no_room(*_: object) -> torch.Tensor:
+    raise OSError(errno.ENOMEM, "no room")
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "made larger"])
+def test_a_buffer_may_be_sent_from_its_file_until_it_ends(how: str, tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
+    _, buffer = stage.begin(100)
+    ((descriptor, memory),) = link._file_memory.items()
+    assert (memory.start, len(memory)) == (buffer.data_ptr(), len(buffer))
+    buffer[:7] = 7
+    assert os.pread(descriptor, 8, 0) == b"\x07" * 7 + b"\x00"
+    if how == "made larger":
+        _, larger = stage.begin(3 * 2**20)
+        assert [each.start for each in link._file_memory.values()] == [larger.data_ptr()]
+    if how != "dropped":
+        stage.close()
+    del stage
+    deadline = time.monotonic() + 10
+    while gc.collect() is not None and link._file_memory and time.monotonic() < deadline:
+        time.sleep(0.01)  # the thread that makes pages huge holds the buffer for as long as it runs
+    assert not link._file_memory
+    assert os.listdir("/proc/self/fd") == before
+    assert buffer[6] == 7, "a view keeps the mapping"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -200,16 +200,24 @@ def test_a_rank_of_a_sharded_job_reads_its_part_and_little_else(num_ranks: int, 
             dist.barrier()
         with counted() as read, ShadeReader(persist_to=tmp_path / "storage", run="ranks") as reader:
             dcp.load(other, storage_reader=reader)
-        assert_same(*({name: local(each) for name, each in flatten_state_dict(state)[0].items()} for state in (other, saved)))
-        say((sum(read), sum(local(each).nbytes for each in flatten_state_dict(saved)[0].values() if torch.is_tensor(each))))
+        assert_same(
+            *({name: local(each) for name, each in flatten_state_dict(state)[0].items()} for state in (other, saved))
+        )
+        say(
+            (
+                sum(read),
+                sum(local(each).nbytes for each in flatten_state_dict(saved)[0].values() if torch.is_tensor(each)),
+            )
+        )
 
-    def local(value: Any) -> Any:
-        return value.to_local() if hasattr(value, "to_local") else value
+    def here(state: dict[str, Any]) -> dict[str, Any]:
+        parts, _ = flatten_state_dict(state)
+        return {name: each.to_local() if hasattr(each, "to_local") else each for name, each in parts.items()}
 
     said = in_processes(num_ranks, restore, tmp_path / "meeting")
-    num_bytes = sum(here for _, here in said)
+    num_bytes = sum(own for _, own in said)
     assert num_bytes > 4 * num_ranks * CHUNK_BYTES, "or else two chunks are much of a shard"
     # Step counts and statistics are small and not sharded, and lie in the shards of several ranks: their chunks, which
     # are the first and the last, are read by all.
     assert num_bytes < sum(read for read, _ in said)
-    assert all(read <= here + (num_ranks - 1) * 2 * CHUNK_BYTES for read, here in said)
+    assert all(read <= own + (num_ranks - 1) * 2 * CHUNK_BYTES for read, own in said)

@@ -83,7 +83,9 @@ def test_a_model_is_shared_out_evenly() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["F64", "F32", "U8"]), st.sampled_from([1, 9, SMALL_BYTES, 2 * SMALL_BYTES]))))
+@given(
+    st.lists(st.tuples(st.sampled_from(["F64", "F32", "U8"]), st.sampled_from([1, 9, SMALL_BYTES, 2 * SMALL_BYTES])))
+)
 def test_small_tensors_of_a_width_lie_together(wanted: list[tuple[str, int]]) -> None:
     specs = {
         f"t{place * 7 % 101}.{place}": TensorSpec(dtype, (count,), count * ITEM_BYTES[dtype])

@@ -387,9 +387,10 @@ def test_only_what_lies_in_a_file_as_a_whole_is_sent_from_it(
 
 def test_what_is_withdrawn_is_copied(tmp_path: Path, in_file: Value, monkeypatch: pytest.MonkeyPatch) -> None:
     value = in_file(NUMBERS)
-    for descriptor in list(link._file_memory):
-        unregister_file_memory(descriptor)
-        unregister_file_memory(descriptor)
+    address = torch.frombuffer(value, dtype=torch.uint8).data_ptr()
+    (descriptor,) = [each for each, memory in link._file_memory.items() if address in memory]
+    unregister_file_memory(descriptor)
+    unregister_file_memory(descriptor)
     watched = Sendfile()
     monkeypatch.setattr(os, "sendfile", watched)
     expected = b"".join(_pieces((b"SET", "shade:a", value)))

@@ -200,15 +200,8 @@ def test_a_rank_of_a_sharded_job_reads_its_part_and_little_else(num_ranks: int, 
             dist.barrier()
         with counted() as read, ShadeReader(persist_to=tmp_path / "storage", run="ranks") as reader:
             dcp.load(other, storage_reader=reader)
-        assert_same(
-            *({name: local(each) for name, each in flatten_state_dict(state)[0].items()} for state in (other, saved))
-        )
-        say(
-            (
-                sum(read),
-                sum(local(each).nbytes for each in flatten_state_dict(saved)[0].values() if torch.is_tensor(each)),
-            )
-        )
+        assert_same(here(other), here(saved))
+        say((sum(read), sum(each.nbytes for each in here(saved).values() if torch.is_tensor(each))))
 
     def here(state: dict[str, Any]) -> dict[str, Any]:
         parts, _ = flatten_state_dict(state)

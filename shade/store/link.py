@@ -9,6 +9,10 @@ Python's own timeout returns to the interpreter twice for each 200 KB that fit i
 while another thread computes in it. There are no retries: a connection that broke is closed, and the next batch opens
 another. Decisions 0002 and 0025 have the price of the libraries and of the timeout.
 
+A value in memory that maps a file (a checkpoint's buffer) goes to a unix socket by sendfile(2): the server receives it
+from the file's pages, and the sender copies nothing. So such a value must not change before the reply has come. On TCP
+the same call saved nothing. Decision 0052 has the measurements.
+
 A failure closes the connection first and raises an exception with the address: half a reply left in it would answer the
 next caller's question. Invariant: an open link has no reply outstanding between two batches.
 
@@ -18,8 +22,11 @@ The system resolves names, with its own timeout; use addresses where that matter
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import functools
 import importlib
+import os
 import select
 import socket
 import ssl
@@ -47,6 +54,10 @@ _SEND_ALONE_BYTES: Final = 6000
 """Pieces below this are joined before they are sent; above, they are sent as they are. redis-py's own figure."""
 _SEND_SLICE_BYTES: Final = 1 << 18
 """With TLS. `socket.sendall` applies its timeout to the whole buffer; slices make it a progress timeout again."""
+_UNIX_SEND_BYTES: Final = 1 << 20
+"""What a unix socket takes before its sender waits; by default it is a fifth, and each wait ends with a switch of
+threads. The system may allow less. TCP chooses by itself."""
+_WITHOUT_SENDFILE: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _MOST_SHORT_WORDS: Final = 2
 """A verb and a key: hiredis packs these in a quarter of redis-py's time, but would copy a large value."""
 
@@ -274,6 +285,32 @@ def _bound_waits(plain: socket.socket, timeout_seconds: float) -> None:
     plain.settimeout(None)
 
 
+_file_memory: dict[int, range] = {}
+"""Addresses at which a file is mapped from its beginning, by its descriptor."""
+
+
+def register_file_memory(descriptor: int, address: int, num_bytes: int) -> None:
+    """Has values in this memory, a shared mapping of a file from its beginning, sent from the file. Neither is given
+    back before `unregister_file_memory`."""
+    _file_memory[descriptor] = range(address, address + num_bytes)
+
+
+def unregister_file_memory(descriptor: int) -> None:
+    """Has values in the file's memory copied again. Safe to call without `register_file_memory`."""
+    _file_memory.pop(descriptor, None)
+
+
+def _place_in_file(piece: Bytes) -> tuple[int, int] | None:
+    """Returns the descriptor and the offset of the file that a piece lies in; None if it lies in none."""
+    if not _file_memory or not isinstance(piece, memoryview) or piece.readonly:
+        return None
+    address = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+    for descriptor, memory in list(_file_memory.items()):
+        if address in memory and address + piece.nbytes <= memory.stop:
+            return descriptor, address - memory.start
+    return None
+
+
 class Link:
     """An open connection, logged in.
 
@@ -303,6 +340,9 @@ class Link:
         self._is_plain = not isinstance(self._socket, ssl.SSLSocket)
         if self._is_plain:
             _bound_waits(self._socket, timeout_seconds)
+        if endpoint.path:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
+        self._sends_files = bool(endpoint.path) and hasattr(os, "sendfile")
         self._reader = _hiredis.Reader(protocolError=ValueError, replyError=ServerError, notEnoughData=_UNFINISHED)
         self._buffer = bytearray(_READ_BYTES)
         self._poller = select.poll()
@@ -337,13 +377,33 @@ class Link:
             pieces = packed if self._is_plain else _slices(packed)
         try:
             for piece in pieces:
-                self._socket.sendall(piece)
+                sent = self._send_from_file(piece) if self._sends_files else 0
+                if sent < len(piece):
+                    self._socket.sendall(piece[sent:] if sent else piece)
         except OSError as error:
             self.close()
             raise self._failure(error, "send to") from error
         except BaseException:  # half a command would answer for the next one
             self.close()
             raise
+
+    def _send_from_file(self, piece: Bytes) -> int:
+        """Sends a piece that lies in a file, without a copy; returns how many bytes, 0 for any other piece."""
+        place, sent = _place_in_file(piece), 0
+        if place is None:
+            return 0
+        descriptor, start = place
+        while sent < len(piece):
+            try:
+                count = os.sendfile(self._socket.fileno(), descriptor, start + sent, len(piece) - sent)
+            except OSError as error:
+                if error.errno not in _WITHOUT_SENDFILE:
+                    raise
+                count = 0
+            if not count:  # not this file or not this system: what is left is copied
+                break
+            sent += count
+        return sent
 
     def receive(self) -> list[Reply]:
         """Reads all replies to the commands sent, or raises as `advance` does."""

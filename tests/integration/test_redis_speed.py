@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable
 
 import pytest
 import redis
+import torch
 
+from shade import Checkpointer
+from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
 from shade.store import SampleKeys, open_store
+from shade.store._servers.local_cluster import free_ports
 from shade.store._servers.server import LocalServer
 
 pytestmark = pytest.mark.multiprocess
@@ -43,3 +48,36 @@ def test_a_batch_costs_no_more_than_bare_redis_py() -> None:
                 best[way] = min(best[way], time.perf_counter() - begin)
         bare.close()
     assert best["store"] <= 1.05 * min(best["mget"], best["pipeline"]), best
+
+
+@pytest.mark.parametrize("by", ["unix", "TCP"])
+def test_a_save_copies_nothing_into_a_unix_socket(by: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    kept: list[int] = []
+    sendfile = os.sendfile
+
+    def watched(*words: int) -> int:
+        sent.append(sendfile(*words))
+        return sent[-1]
+
+    monkeypatch.setattr(os, "sendfile", watched)
+    (port,) = free_ports(1)
+    with LocalServer(settings={"port": str(port)}) as server:
+        url = server.url.reveal() if by == "unix" else f"redis://127.0.0.1:{port}"
+        model, other = torch.nn.Linear(1500, 1501), torch.nn.Linear(1500, 1501)  # two chunks and a bit
+        with Checkpointer(url, run=run, every="never") as saving:
+            saving.attach(model=model)
+            for _ in range(3):  # each buffer more than once
+                saving.step()
+                with torch.no_grad():
+                    model.weight.add_(1)
+                saving.save()
+                saving.wait_committed()
+                kept.append(max(held.num_bytes for held in own_records(own_folder(run)).values()))
+        assert min(kept) > 4 * 1500 * 1501
+        assert sum(sent) == (sum(kept) if by == "unix" else 0)
+        shutil.rmtree(own_folder(run), ignore_errors=True)
+        with Checkpointer(url, run=run, every="never") as restoring:
+            restoring.attach(model=other)
+            assert restoring.restore_latest().tiers == ("cluster memory",)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))

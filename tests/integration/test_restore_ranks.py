@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
 
 from shade.checkpoint import Checkpointer
+from shade.checkpoint._format.manifest import CHUNK_BYTES
+from shade.checkpoint.dcp import ShadeReader, ShadeWriter
 from shade.errors import ConfigError, StateMismatchError
 from shade.storage.directory import DirectoryVolume
 from tests.differential.checkpoint_checks import difference
@@ -124,6 +132,21 @@ def test_a_name_that_one_rank_has_not_attached_is_named_on_both(tmp_path: Path) 
     assert all("names of what is attached" in each for each in in_processes(2, restore, tmp_path / "meeting"))
 
 
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """The lengths of what this rank reads of shards in storage."""
+    read: list[int] = []
+    read_into = DirectoryVolume.read_into
+
+    def reading(volume: DirectoryVolume, name: str, start: int, buffer: memoryview) -> None:
+        read.append(len(buffer))
+        read_into(volume, name, start, buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DirectoryVolume, "read_into", reading)
+        yield read
+
+
 WIDTH = 1030
 """A layer of so many squared float32 is a little longer than a chunk."""
 
@@ -141,15 +164,7 @@ def test_bytes_in_storage_are_read_once_for_all_ranks(num_ranks: int, tmp_path: 
             checkpointer.attach(**saved)
             checkpointer.save()
             checkpointer.wait_durable()
-        read: list[int] = []
-        read_into = DirectoryVolume.read_into
-
-        def reading(volume: DirectoryVolume, name: str, start: int, buffer: memoryview) -> None:
-            read.append(len(buffer))
-            read_into(volume, name, start, buffer)
-
-        with pytest.MonkeyPatch.context() as patch, opened(tmp_path) as checkpointer:
-            patch.setattr(DirectoryVolume, "read_into", reading)
+        with opened(tmp_path) as checkpointer, counted() as read:
             other = made(1)
             checkpointer.attach(**other)
             restored = checkpointer.restore_latest()
@@ -162,3 +177,40 @@ def test_bytes_in_storage_are_read_once_for_all_ranks(num_ranks: int, tmp_path: 
     assert num_bytes >= 3 * WIDTH**2 * 4
     assert sum(each for each, _ in said) == num_bytes
     assert max(each for each, _ in said) < num_bytes, "the ranks share the reading"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_of_a_sharded_job_reads_its_part_and_little_else(num_ranks: int, tmp_path: Path) -> None:
+    def made(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        layers = (torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512)) for _ in range(16))
+        model = torch.nn.Sequential(*layers)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (num_ranks,)))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(4, 512)).pow(2).sum().backward()
+        optimizer.step()
+        held, moments = get_state_dict(model, optimizer)
+        return {"model": held, "optimizer": moments}
+
+    def restore(rank: int, say: Say) -> None:
+        saved, other = made(0), made(1)
+        with ShadeWriter(persist_to=tmp_path / "storage", run="ranks") as writer:
+            dcp.save(saved, storage_writer=writer, checkpoint_id="1")
+            dist.barrier()
+        with counted() as read, ShadeReader(persist_to=tmp_path / "storage", run="ranks") as reader:
+            dcp.load(other, storage_reader=reader)
+        assert_same(here(other), here(saved))
+        say((sum(read), sum(each.nbytes for each in here(saved).values() if torch.is_tensor(each))))
+
+    def here(state: dict[str, Any]) -> dict[str, Any]:
+        parts, _ = flatten_state_dict(state)
+        return {name: each.to_local() if hasattr(each, "to_local") else each for name, each in parts.items()}
+
+    said = in_processes(num_ranks, restore, tmp_path / "meeting")
+    num_bytes = sum(own for _, own in said)
+    assert num_bytes > 4 * num_ranks * CHUNK_BYTES, "or else two chunks are much of a shard"
+    # Step counts and statistics are small and not sharded, and lie in the shards of several ranks: their chunks, which
+    # are the first and the last, are read by all.
+    assert num_bytes < sum(read for read, _ in said)
+    assert all(read <= own + (num_ranks - 1) * 2 * CHUNK_BYTES for read, own in said)

@@ -17,6 +17,9 @@ CPU time of a write that bypasses the page cache), and copying and hashing wait 
 give huge pages only if mounted so, which is no system's default; but ``MADV_COLLAPSE`` (Linux 6.1) puts small pages
 together on demand, whatever the settings are. It needs a mapping that is aligned as the file is. The price is one more
 copy, once, during the first saves; where the system cannot do it, pages stay small. Decision 0008 has the measurements.
+
+The files stay open, so that a Redis server's unix socket takes a chunk from the file's pages without a copy
+(`store.link`).
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import mmap
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
@@ -42,6 +46,7 @@ from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, RunInUseError, StorageError, StorageFullError
 from shade.process import replacing
+from shade.store.link import register_file_memory, unregister_file_memory
 from shade.types import Bytes
 
 _PAUSES_SECONDS: Final = (1, 2, 4, 8, 16, 32)
@@ -64,12 +69,16 @@ class _SnapshotBuffer:
         self.num_bytes = _whole_pages(num_bytes)
         self.why_private: str | None = None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._release_file = weakref.finalize(self, _release_file, descriptor)
+        self._release_file.atexit = False  # a daemon thread may be sending from it
         try:
             if os.fstat(descriptor).st_size < self.num_bytes:
                 os.posix_fallocate(descriptor, 0, self.num_bytes)  # now, and not as a SIGBUS in mid-copy
             os.ftruncate(descriptor, self.num_bytes)
             self.tensor = map_aligned(descriptor, self.num_bytes)
+            register_file_memory(descriptor, self.tensor.data_ptr(), self.num_bytes)
         except OSError as error:
+            self._release_file()
             os.unlink(path)
             free = shutil.disk_usage(path.parent).free
             self.why_private = (
@@ -79,8 +88,6 @@ class _SnapshotBuffer:
             if not may_be_private:
                 raise StorageFullError(self.why_private) from error
             self.tensor = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
         make_resident(self.tensor)
         self._pinned = torch.cuda.is_available() and self._register()
         self._closed = threading.Event()
@@ -103,6 +110,7 @@ class _SnapshotBuffer:
 
     def close(self) -> None:
         """Frees the buffer; views that still exist keep the mapping."""
+        self._release_file()
         self._closed.set()
         if self._growing.is_alive():
             self._growing.join()
@@ -110,6 +118,11 @@ class _SnapshotBuffer:
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())  # type: ignore[no-untyped-call]
             self._pinned = False
         self.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+def _release_file(descriptor: int) -> None:
+    unregister_file_memory(descriptor)
+    os.close(descriptor)
 
 
 class SharedMemoryTier(Tier):

@@ -5,9 +5,11 @@ rule: no rank gets more than 4/3 of the best possible, nor more than the mean an
 same layout from names and shapes alone, without communication. A tensor named ``…@rank3`` is that rank's own and stays
 with it.
 
-In a shard, wide items come before narrow ones, and names ascend among equals. So each tensor is aligned to its items
-and there are no holes: the data of a valid safetensors file. Invariant: the entries of all ranks together hold each
-name once, and those of one shard cover its bytes from 0 to the end.
+In a shard, wide items come before narrow ones, small tensors after large ones among equals, and then names ascend. So
+each tensor is aligned to its items and there are no holes: the data of a valid safetensors file. What every rank of a
+sharded job reads (step counts, statistics of a normalisation) is small: in the order of names it lay all over the shard
+of the rank that saved it, and with the chunks around it a restore on 3 ranks read 1.89 times the state. Invariant: the
+entries of all ranks together hold each name once, and those of one shard cover its bytes from 0 to the end.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ import functools
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from shade.checkpoint._capture.flatten import SPELLINGS, torch_dtype
 from shade.checkpoint._format.manifest import CHUNK_BYTES, TensorEntry
 from shade.errors import ConfigError
+
+SMALL_BYTES: Final = CHUNK_BYTES // 64
+"""Longest tensor that lies with others of its kind; to read one elsewhere is to read a chunk, 64 times its bytes."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def lay_out(specs: Mapping[str, TensorSpec], rank: int, world_size: int) -> Shar
         heapq.heapreplace(loads, (load + specs[name].num_bytes, least))
         if least == rank:
             mine.append(name)
-    mine.sort(key=lambda name: (-specs[name].item_bytes, name))
+    mine.sort(key=lambda name: (-specs[name].item_bytes, specs[name].num_bytes <= SMALL_BYTES, name))
     entries: dict[str, TensorEntry] = {}
     start = 0
     for name in mine:

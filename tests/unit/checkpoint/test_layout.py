@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shade.checkpoint._capture.flatten import SPELLINGS, own_name, torch_dtype
-from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, bytes_of, lay_out
+from shade.checkpoint._capture.layout import SMALL_BYTES, ShardLayout, TensorSpec, bytes_of, lay_out
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import ITEM_BYTES, ChunkEntry, Manifest
 from shade.errors import ConfigError, CorruptCheckpointError, StateMismatchError
@@ -80,6 +80,24 @@ def test_a_model_is_shared_out_evenly() -> None:
     shared = {f"t{number}": TensorSpec("U8", (size := rng.randrange(1, 10**6),), size) for number in range(600)}
     loads = [shared_bytes(lay_out(shared, rank, 8)) for rank in range(8)]
     assert max(loads) < 1.01 * sum(loads) / 8
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["F64", "F32", "U8"]), st.sampled_from([1, 9, SMALL_BYTES, 2 * SMALL_BYTES])))
+)
+def test_small_tensors_of_a_width_lie_together(wanted: list[tuple[str, int]]) -> None:
+    specs = {
+        f"t{place * 7 % 101}.{place}": TensorSpec(dtype, (count,), count * ITEM_BYTES[dtype])
+        for place, (dtype, count) in enumerate(wanted)
+    }
+    made = lay_out(specs, 0, 1).entries
+    for width in ITEM_BYTES.values():
+        group = [name for name in made if ITEM_BYTES[made[name].dtype] == width]
+        small = [specs[name].num_bytes <= SMALL_BYTES for name in group]
+        assert small == sorted(small)
+        for part in (group[: small.count(False)], group[small.count(False) :]):
+            assert part == sorted(part), "model and optimizer stay apart, so that one is read without the other"
 
 
 def test_another_ranks_own_tensor_is_refused() -> None:

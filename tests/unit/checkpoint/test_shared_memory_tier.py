@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from shade.checkpoint._buffer import shared_memory_tier as stage_module
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import ConfigError, RunInUseError, StorageFullError
+from shade.store import link
 from tests.simulation.torture.ledger import Saved, saved
 
 RUN = "run"
@@ -126,11 +131,57 @@ def test_a_larger_state_gets_a_larger_buffer(tmp_path: Path) -> None:
     assert again.data_ptr() == large.data_ptr(), "made once"
 
 
-def test_no_room_is_said_and_leaves_no_file(tmp_path: Path) -> None:
+def open_files(folder: Path) -> list[int]:
+    """The descriptors of this process's open files in a folder."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(str(folder)):
+                found.append(int(name))
+    return found
+
+
+def test_no_room_is_said_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
     with pytest.raises(StorageFullError, match=r"bytes of shared memory in .*, got .* free"):
         stage.begin(2**60)
     assert list(stage.folder.glob("*.data")) == []
+    monkeypatch.setattr(stage_module, "map_aligned", _no_room)
+    _, private = SharedMemoryTier(RUN, 1, folder=tmp_path, has_others=True).begin(100)
+    assert not any(private.data_ptr() in memory for memory in link._file_memory.values())
+    assert list(stage.folder.glob("*.data")) == open_files(tmp_path) == []
+
+
+def _no_room(*_: object) -> torch.Tensor:
+    raise OSError(errno.ENOMEM, "no room")
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "made larger"])
+def test_a_buffer_may_be_sent_from_its_file_until_it_ends(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_module, "_PAUSES_SECONDS", (0,))  # the thread that makes pages huge holds the buffer
+    stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
+    _, buffer = stage.begin(100)
+    (descriptor,) = open_files(tmp_path)
+    memory = link._file_memory[descriptor]
+    assert (memory.start, len(memory)) == (buffer.data_ptr(), len(buffer))
+    buffer[:7] = 7
+    assert os.pread(descriptor, 8, 0) == b"\x07" * 7 + b"\x00"
+    if how == "made larger":
+        _, larger = stage.begin(3 * 2**20)
+        (again,) = open_files(tmp_path)
+        assert link._file_memory[again].start == larger.data_ptr()
+    if how != "dropped":
+        stage.close()
+    del stage
+    deadline = time.monotonic() + 10
+    while open_files(tmp_path) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert open_files(tmp_path) == []
+    assert not any(buffer.data_ptr() in each for each in link._file_memory.values())
+    assert buffer[6] == 7, "a view keeps the mapping"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

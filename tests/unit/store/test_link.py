@@ -6,6 +6,9 @@ The server here is a script of bytes behind a real socket, since no real Redis w
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
+import os
 import signal
 import socket
 import threading
@@ -14,11 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hiredis
+import numpy as np
 import pytest
+import torch
 
 from shade.errors import StoreAuthError, StoreError, StoreTimeoutError, StoreUnavailableError
-from shade.store import open_store
-from shade.store.link import Endpoint
+from shade.store import link, open_store
+from shade.store.link import Endpoint, register_file_memory, unregister_file_memory
 from shade.store.wire import Command
 from shade.types import Bytes
 
@@ -67,6 +72,31 @@ def scripted(tmp_path: Path) -> Iterator[Script]:
     stopping.set()
     for thread in threads:
         thread.join(10)
+
+
+Value = Callable[[bytes], Bytes]
+
+
+@pytest.fixture
+def in_file(tmp_path: Path) -> Iterator[Value]:
+    """Puts a value into a mapped file whose pages may be sent, a page behind its beginning."""
+    with (tmp_path / "mapped").open("w+b") as file:
+
+        def put(value: bytes) -> memoryview:
+            file.write(bytes(mmap.PAGESIZE) + value)
+            file.flush()
+            memory = memoryview(mmap.mmap(file.fileno(), 0))
+            register_file_memory(file.fileno(), torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), len(memory))
+            return memory[mmap.PAGESIZE :]
+
+        yield put
+        unregister_file_memory(file.fileno())
+
+
+@pytest.fixture(params=["bytes", "in_file"])
+def made(request: pytest.FixtureRequest) -> Value:
+    """Makes a value of bytes: in memory of its own, or in a mapped file."""
+    return bytes if request.param == "bytes" else request.getfixturevalue("in_file")  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -192,9 +222,9 @@ def test_an_interrupt_in_the_middle_leaves_nothing_behind(scripted: Script, inte
         assert store.get_many(["shade:b"]) == [b"bar"]
 
 
-def test_a_slow_network_is_no_stalled_server(tmp_path: Path) -> None:
+def test_a_slow_network_is_no_stalled_server(tmp_path: Path, made: Value) -> None:
     """A value that takes several timeouts to send, and never one without progress."""
-    value = b"v" * 4_000_000
+    value = made(b"v" * 8_000_000)
     taken_seconds = 0.0
 
     def read_slowly(listener: socket.socket) -> None:
@@ -245,17 +275,129 @@ def deaf(tmp_path: Path) -> Iterator[str]:
         greeter.join(10)
 
 
-def test_a_server_that_reads_nothing_is_noticed_while_a_value_is_sent(deaf: str) -> None:
+def test_a_server_that_reads_nothing_is_noticed_while_a_value_is_sent(deaf: str, made: Value) -> None:
+    value = made(b"v" * 8_000_000)
     with open_store(deaf, timeout_seconds=0.2) as store, pytest.raises(StoreTimeoutError, match="could not send to"):
-        store.set_many({"shade:a": b"v" * 4_000_000})
+        store.set_many({"shade:a": value})
 
 
-def test_an_interrupt_while_a_value_is_sent_closes_the_connection(deaf: str, interrupts: threading.Thread) -> None:
+def test_an_interrupt_while_a_value_is_sent_closes_the_connection(
+    deaf: str, interrupts: threading.Thread, made: Value
+) -> None:
+    value = made(b"v" * 8_000_000)
     with open_store(deaf, timeout_seconds=30) as store:
         interrupts.start()
         with pytest.raises(KeyboardInterrupt):
-            store.set_many({"shade:a": b"v" * 4_000_000})
+            store.set_many({"shade:a": value})
         assert store._node._idle == []  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def listening(tmp_path: Path, num_bytes: int) -> Iterator[tuple[str, bytearray]]:
+    """The address of a server that takes one batch of so many bytes, and what it has received."""
+    received = bytearray()
+
+    def take(listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client:
+            while b"CLIENT" in (part := client.recv(1 << 16)):
+                client.sendall(HELLO * part.count(b"CLIENT"))
+            while part:
+                received.extend(part)
+                if len(received) >= num_bytes:
+                    break
+                part = client.recv(1 << 16)
+            client.sendall(b"+OK\r\n" * received.count(b"SET\r\n"))
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        taker = threading.Thread(target=take, args=(listener,))
+        taker.start()
+        yield f"unix://{tmp_path}/s", received
+        taker.join(10)
+
+
+NUMBERS = np.arange(1_000_000, dtype=np.uint32).tobytes()
+"""4 MB in which no two words are equal."""
+
+
+class Sendfile:
+    """os.sendfile, watched: it sends at most so many bytes, and fails from a call on."""
+
+    def __init__(self, most: int = 1 << 30, fails_at: int = 1 << 30, with_number: int | None = None) -> None:
+        self.sent, self._calls, self._call = 0, 0, os.sendfile
+        self._most, self._fails_at, self._with_number = most, fails_at, with_number
+
+    def __call__(self, target: int, source: int, start: int, count: int) -> int:
+        self._calls += 1
+        if self._calls >= self._fails_at:
+            if self._with_number is None:
+                return 0  # as at the end of a file that was cut
+            raise OSError(self._with_number, os.strerror(self._with_number))
+        sent = self._call(target, source, start, min(count, self._most))
+        self.sent += sent
+        return sent
+
+
+@pytest.mark.parametrize(
+    ("how", "num_sent"),
+    [
+        ({}, len(NUMBERS)),
+        ({"most": 70_001}, len(NUMBERS)),
+        ({"fails_at": 1, "with_number": errno.EINVAL}, 0),
+        ({"most": 100_001, "fails_at": 3, "with_number": errno.ENOSYS}, 200_002),
+        ({"most": 70_001, "fails_at": 2}, 70_001),
+    ],
+)
+def test_a_value_in_a_file_arrives_whole_and_from_the_file_where_that_can_be(
+    tmp_path: Path, in_file: Value, monkeypatch: pytest.MonkeyPatch, how: dict[str, int], num_sent: int
+) -> None:
+    watched = Sendfile(**how)
+    items: dict[str, Bytes] = {"shade:a": in_file(NUMBERS), "shade:b": NUMBERS[::-1]}
+    expected = b"".join(b"".join(_pieces((b"SET", key, value))) for key, value in items.items())
+    monkeypatch.setattr(os, "sendfile", watched)
+    with listening(tmp_path, len(expected)) as (url, received), open_store(url, timeout_seconds=10) as store:
+        assert store.set_many(items) == [True, True]
+    assert bytes(received) == expected
+    assert watched.sent == num_sent
+
+
+def test_only_what_lies_in_a_file_as_a_whole_is_sent_from_it(
+    tmp_path: Path, in_file: Value, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = memoryview(in_file(NUMBERS))
+    with (tmp_path / "other").open("w+b") as other:
+        other.write(NUMBERS)
+        other.flush()
+        unknown = memoryview(mmap.mmap(other.fileno(), 0))
+        known = torch.frombuffer(unknown, dtype=torch.uint8).data_ptr() + 1
+        register_file_memory(other.fileno(), known, len(unknown) - 1)  # all of it but the first byte
+        values = [unknown, inside.toreadonly(), inside[::2], inside.tobytes(), bytearray(NUMBERS)]
+        items: dict[str, Bytes] = {f"shade:{number}": value for number, value in enumerate(values)}
+        expected = b"".join(b"".join(_pieces((b"SET", key, value))) for key, value in items.items())
+        watched = Sendfile()
+        monkeypatch.setattr(os, "sendfile", watched)
+        with listening(tmp_path, len(expected)) as (url, received), open_store(url, timeout_seconds=10) as store:
+            assert store.set_many(items) == [True] * len(items)
+        unregister_file_memory(other.fileno())
+    assert bytes(received) == expected
+    assert watched.sent == 0
+
+
+def test_what_is_withdrawn_is_copied(tmp_path: Path, in_file: Value, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = in_file(NUMBERS)
+    address = torch.frombuffer(value, dtype=torch.uint8).data_ptr()
+    (descriptor,) = [each for each, memory in link._file_memory.items() if address in memory]
+    unregister_file_memory(descriptor)
+    unregister_file_memory(descriptor)
+    watched = Sendfile()
+    monkeypatch.setattr(os, "sendfile", watched)
+    expected = b"".join(_pieces((b"SET", "shade:a", value)))
+    with listening(tmp_path, len(expected)) as (url, received), open_store(url, timeout_seconds=10) as store:
+        assert store.set_many({"shade:a": value}) == [True]
+    assert bytes(received) == expected
+    assert watched.sent == 0
 
 
 def _pieces(*commands: Command) -> list[Bytes]:

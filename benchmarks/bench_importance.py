@@ -207,26 +207,57 @@ def run(path: Path, jobs: int, minutes: float | None) -> None:
 
 def report(results: Results) -> str:
     """Returns the table: each way's error, paired with random at equal reads, in every cell."""
-    found: dict[tuple[str, str, float], dict[int, float]] = defaultdict(dict)
+    found: Errors = defaultdict(dict)
     reads: dict[tuple[str, float], list[float]] = defaultdict(list)
     for training, result in results.items():
         if training.seed in SEEDS:
             found[training[:3]][training.seed] = result.error
             reads[training.way, training.keep].append(result.steps)
     lines = [__doc__.split("\n", 1)[0], "", f"{processors()}; torch {torch.__version__}; {commit()}", ""]
-    whole = statistics.fmean(reads[BASE, 1.0]) if reads[BASE, 1.0] else math.nan
+    whole = {(way, keep): _is_whole(found, way, keep) for way, keep in reads}
+    full = statistics.fmean(reads[BASE, 1.0]) if reads[BASE, 1.0] else math.nan
     lines += ["| way | keep | samples used | " + " | ".join(importance_tasks.CELLS) + " |", "|---" * 8 + "|"]
-    for way, keep in sorted(reads, key=lambda key: -key[1]):
-        used = EPOCHS * statistics.fmean(reads[way, keep]) / whole
+    for way, keep in sorted((key for key in reads if whole[key]), key=lambda key: -key[1]):
+        used = EPOCHS * statistics.fmean(reads[way, keep]) / full
         cells = [_shown(found[cell, way, keep], found[cell, RANDOM, keep]) for cell in importance_tasks.CELLS]
         lines.append(f"| {way} | {keep:g} | {used:.1f} N | " + " | ".join(cells) + " |")
-    seeds = min((len(of) for of in found.values()), default=0)
     lines += [
         "",
-        f"Error (%, or bits a byte) over {seeds} seeds or more; in brackets the paired difference to random at",
+        f"Error (%, or bits a byte), mean of {len(SEEDS)} seeds; in brackets the paired difference to random at",
     ]
     lines += ["equal reads ± its standard error; bold: below it by two standard errors."]
-    return "\n".join(lines) + "\n"
+    for keep in sorted({keep for key, keep in reads if not whole[key, keep]}):
+        lines += ["", f"keep {keep:g} is not finished, and not shown."]
+    return "\n".join([*lines, "", *_verdict(found, [key for key in whole if whole[key]])]) + "\n"
+
+
+Errors = dict[tuple[str, str, float], dict[int, float]]
+"""By cell, way and keep: the error of each seed."""
+
+
+def _is_whole(found: Errors, way: str, keep: float) -> bool:
+    return all(set(SEEDS) <= set(found[cell, way, keep]) for cell in importance_tasks.CELLS)
+
+
+def _verdict(found: Errors, keys: list[tuple[str, float]]) -> list[str]:
+    """Returns the table of the rule's third point: errors relative to `uniform`, the mean over the cells."""
+    if (BASE, 1.0) not in keys or ("loss", min(KEEPS)) not in keys:
+        return []
+
+    def relative(way: str, keep: float) -> list[float]:
+        cells = importance_tasks.CELLS
+        return [
+            statistics.fmean(found[cell, way, keep][seed] / found[cell, BASE, 1.0][seed] for cell in cells)
+            for seed in SEEDS
+        ]
+
+    mine = {way: relative(way, keep) for way, keep in keys if keep in (1.0, min(KEEPS))}
+    lines = ["| way, keep 0.5 | error / that of uniform, mean of the cells | difference to loss |", "|---" * 3 + "|"]
+    for way, of_S in sorted(mine.items(), key=lambda item: statistics.fmean(item[1])):
+        apart = [one - other for one, other in zip(of_S, mine["loss"], strict=True)]
+        error = statistics.stdev(apart) / math.sqrt(len(apart))
+        lines.append(f"| {way} | {statistics.fmean(of_S):.4f} | {statistics.fmean(apart):+.4f} ± {error:.4f} |")
+    return lines
 
 
 def _shown(mine: dict[int, float], base: dict[int, float]) -> str:

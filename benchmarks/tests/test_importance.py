@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 from pathlib import Path
 
@@ -140,19 +141,22 @@ def test_a_diverged_rate_is_not_chosen() -> None:
 
 def test_the_report_marks_what_is_better_than_random_by_two_standard_errors() -> None:
     results = {}
-    for seed in range(4):
-        results[bench.Training("glyphs", "uniform", 1.0, 0, seed)] = bench.Result(7.0, 16, 1.0)
-        results[bench.Training("glyphs", "random", 0.5, 0, seed)] = bench.Result(8.0 + 0.1 * seed, 11, 1.0)
-        results[bench.Training("glyphs", "loss", 0.5, 0, seed)] = bench.Result(
-            7.5 + 0.1 * seed + 0.01 * (seed % 2), 11, 1.0
-        )
-        results[bench.Training("glyphs", "change of loss", 0.5, 0, seed)] = bench.Result(
-            8.0 + 0.3 * (seed % 2), 11, 1.0
-        )
+    for cell, seed in itertools.product(cells.CELLS, bench.SEEDS):
+        errors = {
+            ("uniform", 1.0): 7.0,
+            ("random", 0.5): 8.0 + 0.1 * seed,
+            ("loss", 0.5): 7.5 + 0.1 * seed + 0.01 * (seed % 2),
+            ("change of loss", 0.5): 7.85 + 0.1 * seed + 0.3 * (seed % 2),
+        }
+        for (way, keep), error in errors.items():
+            results[bench.Training(cell, way, keep, 0, seed)] = bench.Result(error, 16 if keep == 1 else 11, 1.0)
+    results[bench.Training("glyphs", "loss", 0.7, 0, 0)] = bench.Result(1.0, 13, 1.0)
     table = bench.report(results)
-    assert "**7.655 (-0.495 ± 0.003)**" in table
-    assert "8.150 (+0.000" in table
+    assert "**7.955 (-0.495 ± 0.002)**" in table
+    assert "8.450 (+0.000" in table
     assert "| uniform | 1 | 8.0 N | 7.000" in table
+    assert "keep 0.7 is not finished, and not shown" in table
+    assert "| loss | 1.1364 | +0.0000 ± 0.0000 |" in table
 
 
 def test_a_package_with_other_bytes_is_refused_and_the_cure_works(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class Fetch:
             if entry is None or index in looked.found:
                 continue
             try:
-                looked.found[index] = unseal(index, entry, self._cached_format)
+                looked.found[index] = unseal(index, entry, self._cached_format, is_checked=self._store.checks_values)
             except CorruptEntryError as error:
                 logger.debug("%s", error)
                 num_corrupt += 1

@@ -78,6 +78,9 @@ class Store(ABC):
     medium: str = "memory"
     """``disk`` for a folder of this machine's disk, which other machines do not reach."""
 
+    checks_values = False
+    """True when it compares each value that it returns with a checksum of value and key."""
+
     _closed = False
 
     @abstractmethod

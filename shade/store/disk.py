@@ -217,7 +217,7 @@ class DiskStore(Store):
         StoreUnavailableError: By every method: the disk does not read or write; the message has the system's reason.
     """
 
-    shared = True
+    shared = checks_values = True
     medium = "disk"
 
     def __init__(self, url: StoreURL, timeout_seconds: float) -> None:

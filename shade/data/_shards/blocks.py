@@ -139,7 +139,7 @@ class BlockTier:
         for index, entry in zip(indices, entries, strict=True):
             if entry is not None:
                 with contextlib.suppress(CorruptEntryError):
-                    found[index] = unseal(index, entry, FORMAT_ITEM)
+                    found[index] = unseal(index, entry, FORMAT_ITEM, is_checked=self._store.checks_values)
         return found
 
     def remove(self, indices: Sequence[int]) -> None:

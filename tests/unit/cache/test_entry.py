@@ -64,3 +64,13 @@ def test_another_form_is_refused(index: int, payload: bytes) -> None:
 def test_foreign_bytes_are_refused(index: int, entry: bytes) -> None:
     with pytest.raises(CorruptEntryError):
         unseal(index, entry, FORMAT_ENCODED)
+
+
+def test_what_the_store_has_checked_is_not_read_again_but_its_header_is() -> None:
+    entry = bytearray(seal(7, b"payload", 1))
+    entry[-1] ^= 1
+    assert unseal(7, bytes(entry), 1, is_checked=True) == b"payloae"
+    with pytest.raises(CorruptEntryError, match="header"):
+        unseal(7, bytes(entry), 2, is_checked=True)
+    with pytest.raises(CorruptEntryError, match="header"):
+        unseal(7, bytes(entry)[:-1], 1, is_checked=True)

@@ -12,6 +12,8 @@ the same file; it begins with a dot and ends in ``.new``. Only a process that is
 renamed file may be empty, unless its content was synced before. A sync takes milliseconds, so only files that something
 relies on later are synced. A file's lock is the kernel's: it ends with the process that holds it.
 
+**Memory that maps a file** has a place in it, from which the kernel can send it without a copy.
+
 **Folders that processes share** lie in memory. The last process that leaves one removes it. What killed processes leave
 has no lock, and the next process that needs such a folder removes it.
 """
@@ -251,3 +253,29 @@ def remove_unused(folder: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(users)
+
+
+_file_memory: dict[int, range] = {}
+"""Addresses at which a file is mapped from its beginning, by its descriptor."""
+
+
+def register_file_memory(descriptor: int, address: int, num_bytes: int) -> None:
+    """Remembers memory that is a shared mapping of a file from its beginning, so that what lies there may be sent from
+    the file. Neither is given back before `unregister_file_memory`."""
+    _file_memory[descriptor] = range(address, address + num_bytes)
+
+
+def unregister_file_memory(descriptor: int) -> None:
+    """Forgets a file's memory. Safe to call without `register_file_memory`."""
+    _file_memory.pop(descriptor, None)
+
+
+def place_in_file(piece: bytes | bytearray | memoryview) -> tuple[int, int] | None:
+    """Returns the descriptor and the offset of the file that a piece lies in; None if it lies in none."""
+    if not _file_memory or not isinstance(piece, memoryview) or piece.readonly:
+        return None
+    address = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+    for descriptor, memory in list(_file_memory.items()):
+        if address in memory and address + piece.nbytes <= memory.stop:
+            return descriptor, address - memory.start
+    return None

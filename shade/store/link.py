@@ -22,7 +22,6 @@ The system resolves names, with its own timeout; use addresses where that matter
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import importlib
@@ -44,6 +43,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from shade.errors import ConfigError, StoreAuthError, StoreTimeoutError, StoreUnavailableError
+from shade.process import place_in_file
 from shade.store.url import StoreURL, format_address
 from shade.store.wire import Command, GetInto, Reply, ServerError
 from shade.types import Bytes
@@ -285,32 +285,6 @@ def _bound_waits(plain: socket.socket, timeout_seconds: float) -> None:
     plain.settimeout(None)
 
 
-_file_memory: dict[int, range] = {}
-"""Addresses at which a file is mapped from its beginning, by its descriptor."""
-
-
-def register_file_memory(descriptor: int, address: int, num_bytes: int) -> None:
-    """Has values in this memory, a shared mapping of a file from its beginning, sent from the file. Neither is given
-    back before `unregister_file_memory`."""
-    _file_memory[descriptor] = range(address, address + num_bytes)
-
-
-def unregister_file_memory(descriptor: int) -> None:
-    """Has values in the file's memory copied again. Safe to call without `register_file_memory`."""
-    _file_memory.pop(descriptor, None)
-
-
-def _place_in_file(piece: Bytes) -> tuple[int, int] | None:
-    """Returns the descriptor and the offset of the file that a piece lies in; None if it lies in none."""
-    if not _file_memory or not isinstance(piece, memoryview) or piece.readonly:
-        return None
-    address = ctypes.addressof(ctypes.c_char.from_buffer(piece))
-    for descriptor, memory in list(_file_memory.items()):
-        if address in memory and address + piece.nbytes <= memory.stop:
-            return descriptor, address - memory.start
-    return None
-
-
 class Link:
     """An open connection, logged in.
 
@@ -389,7 +363,7 @@ class Link:
 
     def _send_from_file(self, piece: Bytes) -> int:
         """Sends a piece that lies in a file, without a copy; returns how many bytes, 0 for any other piece."""
-        place, sent = _place_in_file(piece), 0
+        place, sent = place_in_file(piece), 0
         if place is None:
             return 0
         descriptor, start = place

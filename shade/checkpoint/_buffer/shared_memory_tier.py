@@ -45,8 +45,7 @@ from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, RunInUseError, StorageError, StorageFullError
-from shade.process import replacing
-from shade.store.link import register_file_memory, unregister_file_memory
+from shade.process import register_file_memory, replacing, unregister_file_memory
 from shade.types import Bytes
 
 _PAUSES_SECONDS: Final = (1, 2, 4, 8, 16, 32)

@@ -865,7 +865,7 @@ def test_a_run_with_a_stateful_loader_goes_on_bit_for_bit(
     def train(checkpointer: Checkpointer, until: int) -> list[tuple[list[int], float]]:
         torch.manual_seed(checkpointer.step_count)
         data = torch.utils.data.TensorDataset(torch.arange(24.0), torch.arange(24))
-        sampler = ShadeSampler(data, batch_size=5, seed=3) if kind == "shade" else None
+        sampler = ShadeSampler(data, batch_size=5, seed=3, score="loss") if kind == "shade" else None
         order = {"shuffle": True} if sampler is None else {"sampler": sampler}
         loader = loaders.StatefulDataLoader(data, batch_size=5, num_workers=workers, **order)
         module = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from shade import process
 from shade.checkpoint._buffer import shared_memory_tier as stage_module
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import ConfigError, RunInUseError, StorageFullError
-from shade.store import link
 from tests.simulation.torture.ledger import Saved, saved
 
 RUN = "run"
@@ -148,7 +148,7 @@ def test_no_room_is_said_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.
     assert list(stage.folder.glob("*.data")) == []
     monkeypatch.setattr(stage_module, "map_aligned", _no_room)
     _, private = SharedMemoryTier(RUN, 1, folder=tmp_path, has_others=True).begin(100)
-    assert not any(private.data_ptr() in memory for memory in link._file_memory.values())
+    assert not any(private.data_ptr() in memory for memory in process._file_memory.values())
     assert list(stage.folder.glob("*.data")) == open_files(tmp_path) == []
 
 
@@ -164,14 +164,14 @@ def test_a_buffer_may_be_sent_from_its_file_until_it_ends(
     stage = SharedMemoryTier(RUN, 0, folder=tmp_path)
     _, buffer = stage.begin(100)
     (descriptor,) = open_files(tmp_path)
-    memory = link._file_memory[descriptor]
+    memory = process._file_memory[descriptor]
     assert (memory.start, len(memory)) == (buffer.data_ptr(), len(buffer))
     buffer[:7] = 7
     assert os.pread(descriptor, 8, 0) == b"\x07" * 7 + b"\x00"
     if how == "made larger":
         _, larger = stage.begin(3 * 2**20)
         (again,) = open_files(tmp_path)
-        assert link._file_memory[again].start == larger.data_ptr()
+        assert process._file_memory[again].start == larger.data_ptr()
     if how != "dropped":
         stage.close()
     del stage
@@ -180,7 +180,7 @@ def test_a_buffer_may_be_sent_from_its_file_until_it_ends(
         gc.collect()
         time.sleep(0.01)
     assert open_files(tmp_path) == []
-    assert not any(buffer.data_ptr() in each for each in link._file_memory.values())
+    assert not any(buffer.data_ptr() in each for each in process._file_memory.values())
     assert buffer[6] == 7, "a view keeps the mapping"
 
 

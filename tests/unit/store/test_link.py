@@ -21,9 +21,11 @@ import numpy as np
 import pytest
 import torch
 
+from shade import process
 from shade.errors import StoreAuthError, StoreError, StoreTimeoutError, StoreUnavailableError
-from shade.store import link, open_store
-from shade.store.link import Endpoint, register_file_memory, unregister_file_memory
+from shade.process import register_file_memory, unregister_file_memory
+from shade.store import open_store
+from shade.store.link import Endpoint
 from shade.store.wire import Command
 from shade.types import Bytes
 
@@ -388,7 +390,7 @@ def test_only_what_lies_in_a_file_as_a_whole_is_sent_from_it(
 def test_what_is_withdrawn_is_copied(tmp_path: Path, in_file: Value, monkeypatch: pytest.MonkeyPatch) -> None:
     value = in_file(NUMBERS)
     address = torch.frombuffer(value, dtype=torch.uint8).data_ptr()
-    (descriptor,) = [each for each, memory in link._file_memory.items() if address in memory]
+    (descriptor,) = [each for each, memory in process._file_memory.items() if address in memory]
     unregister_file_memory(descriptor)
     unregister_file_memory(descriptor)
     watched = Sendfile()

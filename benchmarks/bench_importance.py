@@ -252,12 +252,19 @@ def _verdict(found: Errors, keys: list[tuple[str, float]]) -> list[str]:
         ]
 
     mine = {way: relative(way, keep) for way, keep in keys if keep in (1.0, min(KEEPS))}
-    lines = ["| way, keep 0.5 | error / that of uniform, mean of the cells | difference to loss |", "|---" * 3 + "|"]
+    lines = [
+        f"| way, keep {min(KEEPS):g} | error / that of uniform, mean of the cells | difference to loss |",
+        "|---" * 3 + "|",
+    ]
     for way, of_S in sorted(mine.items(), key=lambda item: statistics.fmean(item[1])):
-        apart = [one - other for one, other in zip(of_S, mine["loss"], strict=True)]
-        error = statistics.stdev(apart) / math.sqrt(len(apart))
-        lines.append(f"| {way} | {statistics.fmean(of_S):.4f} | {statistics.fmean(apart):+.4f} ± {error:.4f} |")
+        by, error = _paired([one - other for one, other in zip(of_S, mine["loss"], strict=True)])
+        lines.append(f"| {way} | {statistics.fmean(of_S):.4f} | {by:+.4f} ± {error:.4f} |")
     return lines
+
+
+def _paired(differences: list[float]) -> tuple[float, float]:
+    """Returns the mean of at least two differences, and its standard error."""
+    return statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 def _shown(mine: dict[int, float], base: dict[int, float]) -> str:
@@ -267,8 +274,7 @@ def _shown(mine: dict[int, float], base: dict[int, float]) -> str:
     differences = [mine[seed] - base[seed] for seed in mine if seed in base]
     if len(differences) < 2 or mine is base:
         return f"{mean:.3f}"
-    by = statistics.fmean(differences)
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    by, error = _paired(differences)
     text = f"{mean:.3f} ({by:+.3f} ± {error:.3f})"
     return f"**{text}**" if by < -2 * error else text
 

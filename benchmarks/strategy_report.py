@@ -109,7 +109,7 @@ class Report:
         """Trainings that save nothing: what their pairs differ by is noise."""
         self.state_bytes = {row["model"]: row["state_bytes"] for row in rows if "state_bytes" in row}
         self.has_failed = any("failed" in row for row in rows)
-        """Returns whether a turn brought nothing."""
+        """True if a turn brought nothing."""
 
     def exact(self, model: str) -> list[Line]:
         """The methods that restored bit for bit, the least cost first."""

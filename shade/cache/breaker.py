@@ -45,7 +45,7 @@ programs have the processors."""
 SLOW_LOOK_UPS = 2
 WINDOW_WRITES, SLOW_WRITES = 5, 3
 ASKED_SHARE = 0.05
-"""Of the time, for questions that an epoch's plan waits for in vain."""
+"""Part of the time that a plan may spend on questions to which no good answer comes."""
 SIGNING_SECONDS = 0.02
 NOT_LOGGED, LOGGED_RECOVERY = 0, -1
 """Values of ``ResidencyMap.logged_by`` beside process ids: nothing was logged yet; the recovery was logged too."""

@@ -75,7 +75,7 @@ class LossScore(ScoreStrategy):
         self._has_warned = False
 
     def importance_of(self, value_B: Floats) -> Floats:
-        """Returns what is averaged, of reported values ≥ 0."""
+        """Turns reported values ≥ 0 into those that are averaged."""
         return value_B
 
     @override
@@ -109,8 +109,8 @@ _SQUARINGS, _LARGEST_LOSS = 10, np.float32(64)
 class TargetGradScore(LossScore):
     """Moving average of ``1 − exp(−loss)``: for cross-entropy, the gradient with respect to the target's logit.
 
-    Losses of another kind may be so large that all samples look alike. The first batch of samples seen before whose
-    median is above `FLAT_LOSS` warns.
+    Losses of another kind may be so large that all samples look alike. The first batch of samples seen before warns if
+    most of its losses are above `FLAT_LOSS`.
     """
 
     def __init__(self) -> None:
@@ -128,8 +128,9 @@ class TargetGradScore(LossScore):
 
     @override
     def rescore(self, score_B: Floats, seen_B: Bools, value_B: Floats) -> Floats:
-        is_known = len(seen_B) > 0 and seen_B.all()  # an untrained model's losses say nothing of their kind
-        if is_known and not self._has_warned_of_flatness and np.median(value_B) > FLAT_LOSS:
+        # An untrained model's losses say nothing of their kind, so only those of samples seen before count.
+        is_flat = 2 * np.count_nonzero(value_B > FLAT_LOSS) > len(value_B) and seen_B.all()
+        if is_flat and not self._has_warned_of_flatness:
             self._has_warned_of_flatness = True
             warnings.warn(
                 f"half of the losses that report() got are above {np.median(value_B):g}; score='target-grad' is made "

@@ -55,7 +55,7 @@ _SEND_ALONE_BYTES: Final = 6000
 _SEND_SLICE_BYTES: Final = 1 << 18
 """With TLS. `socket.sendall` applies its timeout to the whole buffer; slices make it a progress timeout again."""
 _UNIX_SEND_BYTES: Final = 1 << 20
-"""What a unix socket takes before its sender waits; by default it is a fifth, and each wait ends with a switch of
+"""A unix socket takes so much before its sender waits. By default it is a fifth, and each wait ends with a switch of
 threads. The system may allow less. TCP chooses by itself."""
 _WITHOUT_SENDFILE: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _MOST_SHORT_WORDS: Final = 2

@@ -32,6 +32,7 @@ import os
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -259,8 +260,8 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-class FileOrigin:
-    """Reads files of a mounted file system.
+class Origin(ABC):
+    """Reads files of one kind of storage, or ranges of them.
 
     Belongs to one process, any number of its threads; pickles as its settings.
 
@@ -276,8 +277,6 @@ class FileOrigin:
         self._pid = os.getpid()
         self._pool: ReadPool | None = None
         self._making = threading.Lock()
-        self._open_files: dict[str, _OpenFile] = {}
-        self._room = _Room()
         self._mean_seconds = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -315,13 +314,47 @@ class FileOrigin:
 
     def _read_first(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[bytes | OSError]:
         """Reads the first place, and those after it that the same call can read."""
+        del sizes
+        return [self._read_alone(paths[0])]
+
+    def _read_alone(self, path: Place) -> bytes | OSError:
+        begun = time.perf_counter()
+        try:
+            content = self._content(path)
+        except OSError as error:
+            return error
+        self._mean_seconds = _MEAN_DECAY * self._mean_seconds + (1 - _MEAN_DECAY) * (time.perf_counter() - begun)
+        return content
+
+    @abstractmethod
+    def _content(self, path: Place) -> bytes:
+        """Returns a whole file, or a range of one, or raises OSError."""
+
+    def close(self) -> None:
+        """Ends the threads. Safe to call twice; the next read starts them again."""
+        if self._pool is not None and self._pid == os.getpid():
+            self._pool.close()
+        self._pool = None
+
+
+class FileOrigin(Origin):
+    """Reads files of a mounted file system, small ones together."""
+
+    @override
+    def _forget(self) -> None:
+        super()._forget()
+        self._open_files: dict[str, _OpenFile] = {}
+        self._room = _Room()
+
+    @override
+    def _read_first(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[bytes | OSError]:
         small = self._small(paths, sizes)
         if small and isinstance(open, BuiltinFunctionType):  # else a script put its own `open` in the place of Python's
             pace = self._mean_seconds, _MEAN_DECAY, PARALLEL_SECONDS
             contents, self._mean_seconds = read_files(small, self._room.bytes_S, *pace)
             if contents:
                 return contents
-        return [self._read_alone(paths[0])]
+        return super()._read_first(paths, sizes)
 
     def _small(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[str]:
         """Returns the whole files at the beginning that fit into a thread's memory together."""
@@ -334,17 +367,8 @@ class FileOrigin:
             small.append(path)
         return small
 
-    def _read_alone(self, path: Place) -> bytes | OSError:
-        begun = time.perf_counter()
-        try:
-            content = self._content(path)
-        except OSError as error:
-            return error
-        self._mean_seconds = _MEAN_DECAY * self._mean_seconds + (1 - _MEAN_DECAY) * (time.perf_counter() - begun)
-        return content
-
+    @override
     def _content(self, path: Place) -> bytes:
-        """Returns a whole file, or a range of one, or raises OSError."""
         if isinstance(path, ByteRange):
             return self._range(path)
         with open(path, "rb", buffering=0) as file:
@@ -368,11 +392,9 @@ class FileOrigin:
             at += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    @override
     def close(self) -> None:
-        """Ends the threads. Safe to call twice; the next read starts them again."""
-        if self._pool is not None and self._pid == os.getpid():
-            self._pool.close()
-        self._pool = None
+        super().close()
         self._open_files.clear()
 
 
@@ -409,7 +431,7 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
         raise ConfigError.of("a URL that fsspec understands", shown_url(url), cure) from error
 
 
-class UrlOrigin(FileOrigin):
+class UrlOrigin(Origin):
     """Reads files behind URLs of one scheme.
 
     Args:
@@ -421,6 +443,7 @@ class UrlOrigin(FileOrigin):
         self.options = dict(options or {})
         super().__init__(num_threads)
 
+    @override
     def _forget(self) -> None:
         super()._forget()
         self._file_system: Any = None
@@ -429,10 +452,6 @@ class UrlOrigin(FileOrigin):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"options": self.options, "num_threads": self.num_threads}
-
-    @override
-    def _read_first(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[bytes | OSError]:
-        return [self._read_alone(paths[0])]
 
     @override
     def _content(self, path: Place) -> bytes:

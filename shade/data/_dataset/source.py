@@ -33,7 +33,7 @@ from typing_extensions import override
 from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
 from shade.data._dataset import item_codec
 from shade.data._dataset.content import STAT_THREADS, ContentDigest, has_fingerprint, kind_of, size_and_time
-from shade.data._dataset.origin import Entry, FileOrigin, UrlOrigin, describe_many, is_url, list_files, root_of
+from shade.data._dataset.origin import Entry, FileOrigin, Origin, UrlOrigin, describe_many, is_url, list_files, root_of
 from shade.data._decode.jpeg import decode_rgb
 from shade.data._transforms.randomness import kept_generators
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place, without_login
@@ -155,7 +155,7 @@ class FileSource(SampleSource):
             paths = [path for path, _ in samples]
             found = describe_many(paths, options or {}, skips_missing=skips_missing) if entries is None else entries
             self._root = root_of(paths)
-            self._origin: FileOrigin = UrlOrigin(options)
+            self._origin: Origin = UrlOrigin(options)
             self.payload_bytes_N = np.array([entry.num_bytes for entry in found], dtype=np.int64)
             state = self.payload_bytes_N.tobytes() + "\n".join(entry.version for entry in found).encode()
         else:

@@ -42,7 +42,7 @@ import xxhash
 from typing_extensions import override
 
 from shade.data._dataset.content import STAT_THREADS
-from shade.data._dataset.origin import ByteRange, Entry, FileOrigin, describe_many, is_url, list_files, open_file_system
+from shade.data._dataset.origin import ByteRange, Entry, Origin, describe_many, is_url, list_files, open_file_system
 from shade.data._shards.blocks import BLOCK_BYTES, Block
 from shade.errors import ConfigError, DataError, shown_place, without_login
 from shade.installation import install_hint
@@ -107,7 +107,7 @@ class RangeFile(io.RawIOBase):
 class ShardFile:
     """A shard that is read through a window: each request brings the next bytes too."""
 
-    def __init__(self, origin: FileOrigin, entry: Entry) -> None:
+    def __init__(self, origin: Origin, entry: Entry) -> None:
         self._origin, self.entry = origin, entry
         self._window_bytes = _REMOTE_WINDOW_BYTES if is_url(entry.url) else _LOCAL_WINDOW_BYTES
         self._start, self._window = 0, b""
@@ -315,7 +315,7 @@ class ShardIndex:
         entries: Sequence[Entry],
         shard_format: ShardFormat,
         folder: str,
-        origin: FileOrigin,
+        origin: Origin,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.entries, self._folder, self._options = list(entries), folder, dict(options or {})
@@ -426,7 +426,7 @@ class ShardIndex:
             f"restore the shard; or, if it was changed on purpose, remove {self.path_of(shard)} and begin anew",
         )
 
-    def _scan(self, shard_format: ShardFormat, origin: FileOrigin, shard: int) -> ShardScan:
+    def _scan(self, shard_format: ShardFormat, origin: Origin, shard: int) -> ShardScan:
         """Returns a shard's pieces from its index, which is made if there is none."""
         found = self._load(shard)
         if found is not None:

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
-from shade.data._dataset.origin import ByteRange, FileOrigin, UrlOrigin, is_url
+from shade.data._dataset.origin import ByteRange, FileOrigin, Origin, UrlOrigin, is_url
 from shade.data._dataset.source import CountOrigin, NearSource, checked_index, not_counted
 from shade.data._shards.blocks import Block, BlockTier, ReadAhead, coalesced, memory_tier
 from shade.data._shards.index import (
@@ -110,7 +110,7 @@ class Shards(Dataset[Any]):
         self._single = isinstance(columns, str)
         self._columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
         self._decode = dict(decode or {})
-        self._origin: FileOrigin = UrlOrigin(options) if is_url(urls[0]) else FileOrigin()
+        self._origin: Origin = UrlOrigin(options) if is_url(urls[0]) else FileOrigin()
         folder = _default_folder() if index is None else os.fspath(index)
         entries = describe_shards(urls, options or {})
         self._index = ShardIndex(entries, self._format, folder, self._origin, options)

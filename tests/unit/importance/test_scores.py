@@ -1,4 +1,4 @@
-"""What sets the scores apart."""
+"""Scores differ: an average, a rank, a gradient."""
 
 from __future__ import annotations
 

@@ -1,20 +1,10 @@
-"""TurboJPEG 3 through ctypes: decodes the part of a JPEG that a crop needs.
-
-The library is looked for where systems and conda keep it, and in wheels that bring one. No maintained wheel wraps
-partial decoding, and eight functions of the interface are enough. Two threads must not use one handle at once, so each
-call takes one and gives it back; pixels go into memory of the calling thread, which its next call uses again.
-
-Where libjpeg-turbo widens subsampled colours it reads the neighbouring column, and the edge of the decoded part has
-none. So one block more than wanted is decoded on either side, and the wanted part equals that of the whole picture to
-the last bit.
-
-Decodes JPEG files to RGB pixels, and of a large picture only what the crop needs.
+"""Decodes JPEG files to RGB pixels, and of a large picture only what the crop needs.
 
 It uses the fastest of three decoders that this machine has. All are libjpeg-turbo inside, with the same pixels as
 Pillow, bit for bit:
 
-* TurboJPEG 3 (`TurboDecoder`) reads rows above the crop without transforming them, skips columns beside it, and
-  does not read rows below it.
+* TurboJPEG 3 (`TurboDecoder`, through ctypes) reads rows above the crop without transforming them, skips columns
+  beside it, and does not read rows below it.
 * simplejpeg decodes the whole picture straight into an array, without the interpreter's lock.
 * Pillow decodes the whole picture, as torchvision does it.
 
@@ -25,6 +15,12 @@ truncated file, although no decoder may read its last rows.
 A picture several times larger than the output can be decoded at a half, a quarter or an eighth of its size, for a
 fraction of the time, by leaving out high frequencies. The pixels differ by a few levels, so only ``reduced_decode``
 asks for it.
+
+TurboJPEG is looked for where systems and conda keep it, and in wheels that bring one. No maintained wheel wraps partial
+decoding, and eight functions of the interface are enough. Two threads must not use one handle at once, so each call
+takes one and gives it back; pixels go into memory of the calling thread, which its next call uses again. Where it
+widens subsampled colours it reads the neighbouring column, and the edge of the decoded part has none. So one block more
+than wanted is decoded on either side, and the wanted part equals that of the whole picture to the last bit.
 """
 
 from __future__ import annotations

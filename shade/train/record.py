@@ -1,17 +1,4 @@
-"""Writes a rank's totals as a Prometheus page: to a file for a collector, and behind a URL for a scraper.
-
-Every rank rewrites ``rank<r>.prom`` in the run directory, for a node exporter's textfile collector. With
-``--metrics-port`` the first rank of each machine also serves the pages of all ranks of the machine as one page, at
-``http://127.0.0.1:PORT/metrics``. It reads their files: no port a rank, no connection between ranks.
-
-A rank writes its page every two seconds between two steps, about 1 ms of the training thread; a served page is at most
-that old. The server is that of the gradient telemetry (`shade.control.server`): its memory is bounded, and it does not
-listen to other machines. They ask through the machine's own Prometheus, or a tunnel.
-
-`prometheus_client` renders the pages (`shade.telemetry.prometheus_text`), without its multiprocess mode: that adds up
-the counters of all processes, and these pages show each rank (decision 0035).
-
-Records what one rank saw of a run, in files that people and tools read.
+"""Records what one rank saw of a run, in files that people and tools read.
 
 ``metrics.jsonl`` and TensorBoard get a row per epoch and rank, ``train.log`` a line, ``rank<r>.prom`` (and a URL) the
 totals as a Prometheus page, ``progress.json`` the present moment for the launcher's bar and `shade top`, ``trace.npz``
@@ -20,6 +7,17 @@ the order of every epoch for `shade simulate`, ``losses`` the loss of each sampl
 
 Rank 0 writes the rows of all ranks: the machines need no file system in common. The trace costs eight bytes a sample an
 epoch on its disk (1 GB for 90 epochs of ImageNet). Invariant: every access is counted in exactly one row.
+
+**The Prometheus page.** Every rank rewrites ``rank<r>.prom`` in the run directory, for a node exporter's textfile
+collector. With ``--metrics-port`` the first rank of each machine also serves the pages of all ranks of the machine as
+one page, at ``http://127.0.0.1:PORT/metrics``. It reads their files: no port a rank, no connection between ranks.
+
+A rank writes its page every two seconds between two steps, about 1 ms of the training thread; a served page is at most
+that old. The server is that of the gradient telemetry (`shade.control.server`): its memory is bounded, and it does not
+listen to other machines. They ask through the machine's own Prometheus, or a tunnel.
+
+`prometheus_client` renders the pages (`shade.telemetry.prometheus_text`), without its multiprocess mode: that adds up
+the counters of all processes, and these pages show each rank (decision 0035).
 """
 
 from __future__ import annotations

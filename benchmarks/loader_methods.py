@@ -424,6 +424,8 @@ class Mosaic(Method):
             cache_limit=None if setting.share == 1 else setting.cache_bytes,
             predownload=2 * BATCH,
         )
+        for stream in data.streams:  # else forked workers share the connection that the index came by, and mix answers
+            stream._downloader.clean_up()
         self.loader = DataLoader(data, BATCH, num_workers=WORKERS, persistent_workers=True)
 
     def epoch(self, number: int) -> int:

@@ -21,13 +21,15 @@ An origin behind a URL (``s3://``, ``http://``, ``gs://`` and whatever else fssp
 login, region and endpoint come from where fsspec and the service's library look for them. A file's entry carries the
 version that the server reports (ETag, else time and size), so a data set that changed is another data set.
 
-Errors that may pass are retried twice; a missing or forbidden file is not. fsspec costs some tenths of a millisecond of
-processor time a file, which is nothing beside the transfer.
+Errors that may pass are retried twice; a missing or forbidden file is not. An object in S3 is read through a URL that
+s3fs signs, because its own way to it takes 2.3 ms of processor time an object instead of 0.4 (decision 0054). What it
+cannot read so, or what its server refuses, is read in s3fs's own way, which also says what is wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -43,11 +45,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import fsspec
 import numpy as np
+from fsspec.asyn import sync
 from typing_extensions import override
 
 from shade.data._dataset.file_reads import read_files
 from shade.errors import ConfigError, DataError, StoreClosedError, shown_url, without_login
 from shade.installation import install_hint
+
+logger = logging.getLogger("shade.data")
 
 PARALLEL_SECONDS = 0.0005
 """A mean read slower than this waits rather than copies: from here on reads run in parallel."""
@@ -403,6 +408,11 @@ _ASKERS = 32
 _CHECKSUMS = ("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum")
 _VERSIONS = (*_CHECKSUMS, "Last-Modified", "LastModified", "last_modified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, TypeError)
+_SIGNED_SCHEMES = ("s3", "s3a")
+_SIGNED_SECONDS = 3600
+"""How long a signed URL can be used; it is used once, at once, but the clocks of two machines differ."""
+_AS_BOTOCORE = {"trust_env": True, "auto_decompress": False}
+"""Of aiohttp: proxies from the environment, and an object's bytes as they are stored."""
 
 
 @dataclass(frozen=True)
@@ -447,6 +457,9 @@ class UrlOrigin(Origin):
     def _forget(self) -> None:
         super()._forget()
         self._file_system: Any = None
+        self._web: Any = None
+        """Reads signed URLs, as long as that works."""
+        self._has_signed = False
         self._opening = threading.Lock()
         self._mean_seconds = 1.0  # a network is waited for; nothing to find out
 
@@ -456,11 +469,10 @@ class UrlOrigin(Origin):
     @override
     def _content(self, path: Place) -> bytes:
         url, start, stop = path if isinstance(path, ByteRange) else (path, None, None)
-        file_system = self._opened(url)
         # None marks the last attempt, which raises.
         for pause in (*PAUSES_SECONDS, None):
             try:
-                content = bytes(file_system.cat_file(url, start=start, end=stop))
+                content = self._once(url, start, stop)
                 if stop is not None and start is not None and len(content) != stop - start:
                     raise OSError(
                         f"{shown_url(url)} gave {len(content)} bytes for the range {start} … {stop}; it has become "
@@ -475,11 +487,38 @@ class UrlOrigin(Origin):
                 time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
+    def _once(self, url: str, start: int | None, stop: int | None) -> bytes:
+        file_system = self._opened(url)
+        if self._web is not None:
+            try:
+                content = bytes(sync(file_system.loop, _read_signed, file_system, self._web, url, start, stop))
+                self._has_signed = True
+                return content
+            except Exception as error:  # noqa: BLE001 - the way below says what is wrong, if anything is
+                logger.debug("%s could not be read through a signed URL: %s", shown_url(url), type(error).__name__)
+        content = bytes(file_system.cat_file(url, start=start, end=stop))
+        if not self._has_signed:  # nor will the next one be, where this works
+            self._web = None
+        return content
+
     def _opened(self, url: str) -> Any:
         with self._opening:
             if self._file_system is None:
-                self._file_system = open_file_system(url, self.options)
+                options = self.options
+                if url.partition("://")[0] in _SIGNED_SCHEMES:
+                    self._web = fsspec.filesystem("http", encoded=True, client_kwargs=_AS_BOTOCORE)
+                    # In old regions botocore signs URLs as it did before version 4, which many servers refuse.
+                    config = {"signature_version": "s3v4"} | options.get("config_kwargs", {})
+                    options = options | {"config_kwargs": config}
+                self._file_system = open_file_system(url, options)
             return self._file_system
+
+
+async def _read_signed(file_system: Any, web: Any, url: str, start: int | None, stop: int | None) -> bytes:
+    """Signs a URL and reads it: one wait for fsspec's thread instead of two."""
+    signed = await file_system._url(url, expires=_SIGNED_SECONDS)
+    content: bytes = await web._cat_file(signed, start=start, end=stop)
+    return content
 
 
 def _as_os_error(error: Exception) -> OSError:

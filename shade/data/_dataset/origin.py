@@ -412,9 +412,9 @@ _SIGNED_SCHEMES = ("s3", "s3a")
 _SIGNED_SECONDS = 3600
 """How long a signed URL can be used; it is used once, at once, but the clocks of two machines differ."""
 _SIGNATURE = {"signature_version": "s3v4"}
-"""Of botocore: in old regions it signs URLs as it did before version 4, which many servers refuse."""
+"""Without this, botocore signs URLs of old regions as it did before version 4, which many servers refuse."""
 _AS_BOTOCORE = {"trust_env": True, "auto_decompress": False}
-"""Of aiohttp: proxies from the environment, and an object's bytes as they are stored."""
+"""With these, aiohttp takes proxies from the environment, and leaves an object's bytes as they are stored."""
 
 
 @dataclass(frozen=True)

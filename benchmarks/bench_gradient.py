@@ -18,8 +18,9 @@ Tasks
     trainings of the wide one at once take hours on two cores. Whether quality is the same on the wide one is not shown.
 
 Stages
-    tuning   On seed 100, with 4 ranks: DDP with three learning rates, then each DiLoCo with three outer rates. The rate
-             with the best quality is used: DDP's by all rows, DiLoCo's by that row. No other row is tuned.
+    tuning   On seed 100, with 4 ranks: DDP with four or five learning rates, then each DiLoCo with seven outer rates. The
+             rate with the best quality is used: DDP's by all rows, DiLoCo's by that row. No other row is tuned. Rates
+             reach so far down that the best one is not the lowest (three were tried first, and the lowest was best).
     bytes    The wide network, one process a rank, no limit on the link; forward and backward are played: gradients of
              real steps, handed out in 0.1 s without using the processor (`gradient_played`), as an accelerator would.
              Bytes are those that rank 0's network interface has counted, per step, sent or received, whichever is more;
@@ -81,7 +82,7 @@ from measures import Log, commit, machine
 RESULTS = Path(__file__).parent / "results"
 STAGES = ("tuning", "bytes", "quality", "time")
 TUNING_SEED, TUNING_RANKS = 100, 4
-OUTER_RATES = (0.4, 0.7, 1.0)
+OUTER_RATES = (0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 COMPUTE_SECONDS = 0.1
 SETTLING_STEPS, MEASURED_STEPS, MEASURED_STEPS_OF_ALL = 4, 12, 6
 UNLIMITED = "unlimited"
@@ -94,7 +95,7 @@ class Task(NamedTuple):
     wide: str
     batch: int
     """Samples of all ranks together in a step, of the narrow one."""
-    rates: tuple[float, float, float]
+    rates: tuple[float, ...]
     """Learning rates that are tried."""
 
 
@@ -114,8 +115,8 @@ class Plan(NamedTuple):
 
 WHOLE = Plan(
     {
-        "glyphs": Task("glyphs", "glyphs-wide", 64, (0.05, 0.1, 0.2)),
-        "text": Task("text", "text-wide", 32, (2e-3, 4e-3, 8e-3)),
+        "glyphs": Task("glyphs", "glyphs-wide", 64, (0.025, 0.05, 0.1, 0.2)),
+        "text": Task("text", "text-wide", 32, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
     }
 )
 QUICK = Plan(

@@ -18,9 +18,9 @@ Tasks
     trainings of the wide one at once take hours on two cores. Whether quality is the same on the wide one is not shown.
 
 Stages
-    tuning   On seed 100, with 4 ranks: DDP with four or five learning rates, then each DiLoCo with seven outer rates. The
-             rate with the best quality is used: DDP's by all rows, DiLoCo's by that row. No other row is tuned. Rates
-             reach so far down that the best one is not the lowest (three were tried first, and the lowest was best).
+    tuning   On seed 100, with 4 ranks. A rate is halved and doubled until both neighbours of the best one are worse:
+             DDP's first, then each row's, which begins at DDP's. The bf16 hook takes DDP's; DiLoCo takes DDP's inside,
+             and its outer rate is tuned.
     bytes    The wide network, one process a rank, no limit on the link; forward and backward are played: gradients of
              real steps, handed out in 0.1 s without using the processor (`gradient_played`), as an accelerator would.
              Bytes are those that rank 0's network interface has counted, per step, sent or received, whichever is more;
@@ -82,7 +82,7 @@ from measures import Log, commit, machine
 RESULTS = Path(__file__).parent / "results"
 STAGES = ("tuning", "bytes", "quality", "time")
 TUNING_SEED, TUNING_RANKS = 100, 4
-OUTER_RATES = (0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
+FIRST_OUTER_RATE = 0.4
 COMPUTE_SECONDS = 0.1
 SETTLING_STEPS, MEASURED_STEPS, MEASURED_STEPS_OF_ALL = 4, 12, 6
 UNLIMITED = "unlimited"
@@ -95,8 +95,8 @@ class Task(NamedTuple):
     wide: str
     batch: int
     """Samples of all ranks together in a step, of the narrow one."""
-    rates: tuple[float, ...]
-    """Learning rates that are tried."""
+    lr: float
+    """The learning rate with which DDP's tuning begins."""
 
 
 class Plan(NamedTuple):
@@ -115,12 +115,12 @@ class Plan(NamedTuple):
 
 WHOLE = Plan(
     {
-        "glyphs": Task("glyphs", "glyphs-wide", 64, (0.025, 0.05, 0.1, 0.2)),
-        "text": Task("text", "text-wide", 32, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
+        "glyphs": Task("glyphs", "glyphs-wide", 64, 0.05),
+        "text": Task("text", "text-wide", 32, 2e-3),
     }
 )
 QUICK = Plan(
-    {"made": Task("gpt", "gpt", 8, (1e-3, 1e-3, 1e-3))},
+    {"made": Task("gpt", "gpt", 8, 1e-3)},
     (2,), (NONE, BASE, "powersgd late", "engine"), seeds=1, steps=8, samples=64,
     rates=("100mbit",), rounds=1,
 )  # fmt: skip
@@ -148,18 +148,32 @@ def of(line: dict[str, Any]) -> Run:
     return Run(*(line[name] for name in Run._fields))
 
 
-def outer_rates(row: str) -> tuple[float, ...]:
-    """Returns the outer rates that are tried for a row."""
-    return OUTER_RATES if row.startswith("diloco") else (0.0,)
-
-
 def best(lines: Sequence[dict[str, Any]], task: str, row: str) -> tuple[float, float]:
     """Returns the rates, inner and outer, with which a row was best in its tuning."""
-    tried = [line for line in lines if (line["stage"], line["task"], line["row"]) == ("tuning", task, row)]
+    tried = _tried(lines, task, BASE if row == "ddp-bf16" else row)
     if not tried:
         raise SystemExit(f"bench_gradient: expected rates of {row} on {task}, found none; run the stage tuning first")
-    line = max(tried, key=lambda each: -1.0 if math.isnan(each["loss"]) else each["accuracy"])
-    return line["lr"], line["outer_lr"]
+    return max(tried, key=tried.__getitem__)
+
+
+def _tried(lines: Sequence[dict[str, Any]], task: str, row: str) -> dict[tuple[float, float], float]:
+    """Returns the quality by rates, inner and outer, of a row's tuning; 0 where the training diverged."""
+    some = (line for line in lines if (line["stage"], line["task"], line["row"]) == ("tuning", task, row))
+    return {(line["lr"], line["outer_lr"]): 0.0 if math.isnan(line["loss"]) else line["accuracy"] for line in some}
+
+
+def _tuning(lines: Sequence[dict[str, Any]], task: str, row: str, lr: float) -> Iterator[Run]:
+    """Yields trainings of a row until both neighbours of its best rate are worse. It looks at lines as they grow."""
+    is_outer = row.startswith("diloco")
+    rates = (lr, FIRST_OUTER_RATE if is_outer else 0.0)
+    while True:
+        yield Run("tuning", task, TUNING_RANKS, row, UNLIMITED, TUNING_SEED, *rates)
+        inner, outer = best(lines, task, row)
+        near = [(inner, outer * by) if is_outer else (inner * by, outer) for by in (0.5, 2.0)]
+        missing = [each for each in near if each not in _tried(lines, task, row)]
+        if not missing:
+            return
+        rates = missing[0]
 
 
 def wanted(lines: Sequence[dict[str, Any]], plan: Plan, stages: Sequence[str]) -> Iterator[Run]:
@@ -178,16 +192,12 @@ def wanted(lines: Sequence[dict[str, Any]], plan: Plan, stages: Sequence[str]) -
 
 def _runs(stage: str, lines: Sequence[dict[str, Any]], plan: Plan) -> Iterator[Run]:
     if stage == "tuning":
-        for name, task in plan.tasks.items():
-            for rate in sorted(set(task.rates)):
-                yield Run(stage, name, TUNING_RANKS, BASE, UNLIMITED, TUNING_SEED, rate, 0.0)
-        for row, name in product(plan.rows, plan.tasks):
-            for outer in outer_rates(row) if len(outer_rates(row)) > 1 else ():
-                yield Run(stage, name, TUNING_RANKS, row, UNLIMITED, TUNING_SEED, best(lines, name, BASE)[0], outer)
+        for row, (name, task) in product((BASE, *plan.rows), plan.tasks.items()):
+            if row != "ddp-bf16":
+                yield from _tuning(lines, name, row, task.lr if row == BASE else best(lines, name, BASE)[0])
     elif stage == "quality":
         for seed, ranks, row, name in product(range(plan.seeds), plan.ranks, plan.rows, plan.tasks):
-            outer = best(lines, name, row)[1] if row.startswith("diloco") else 0.0
-            yield Run(stage, name, ranks, row, UNLIMITED, seed, best(lines, name, BASE)[0], outer)
+            yield Run(stage, name, ranks, row, UNLIMITED, seed, *best(lines, name, row))
     elif stage == "bytes":
         for ranks, name, row in product(plan.ranks, plan.tasks, plan.rows):
             yield Run(stage, name, ranks, row, UNLIMITED, 0, 0.0, 0.0)

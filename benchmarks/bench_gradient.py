@@ -75,7 +75,7 @@ from typing import Any, NamedTuple
 
 import gradient_tasks
 import torch
-from gradient_report import BASE, NONE, ROWS, plot, table
+from gradient_report import BASE, NONE, ROWS, Lines, best, plot, table, tried
 from gradient_testbed import Testbed, pick, prepare, testbed
 from measures import Log, commit, machine
 
@@ -148,21 +148,7 @@ def of(line: dict[str, Any]) -> Run:
     return Run(*(line[name] for name in Run._fields))
 
 
-def best(lines: Sequence[dict[str, Any]], task: str, row: str) -> tuple[float, float]:
-    """Returns the rates, inner and outer, with which a row was best in its tuning."""
-    tried = _tried(lines, task, BASE if row == "ddp-bf16" else row)
-    if not tried:
-        raise SystemExit(f"bench_gradient: expected rates of {row} on {task}, found none; run the stage tuning first")
-    return max(tried, key=tried.__getitem__)
-
-
-def _tried(lines: Sequence[dict[str, Any]], task: str, row: str) -> dict[tuple[float, float], float]:
-    """Returns the quality by rates, inner and outer, of a row's tuning; 0 where the training diverged."""
-    some = (line for line in lines if (line["stage"], line["task"], line["row"]) == ("tuning", task, row))
-    return {(line["lr"], line["outer_lr"]): 0.0 if math.isnan(line["loss"]) else line["accuracy"] for line in some}
-
-
-def _tuning(lines: Sequence[dict[str, Any]], task: str, row: str, lr: float) -> Iterator[Run]:
+def _tuning(lines: Lines, task: str, row: str, lr: float) -> Iterator[Run]:
     """Yields trainings of a row until both neighbours of its best rate are worse. It looks at lines as they grow."""
     is_outer = row.startswith("diloco")
     rates = (lr, FIRST_OUTER_RATE if is_outer else 0.0)
@@ -170,13 +156,13 @@ def _tuning(lines: Sequence[dict[str, Any]], task: str, row: str, lr: float) -> 
         yield Run("tuning", task, TUNING_RANKS, row, UNLIMITED, TUNING_SEED, *rates)
         inner, outer = best(lines, task, row)
         near = [(inner, outer * by) if is_outer else (inner * by, outer) for by in (0.5, 2.0)]
-        missing = [each for each in near if each not in _tried(lines, task, row)]
+        missing = [each for each in near if each not in tried(lines, task, row)]
         if not missing:
             return
         rates = missing[0]
 
 
-def wanted(lines: Sequence[dict[str, Any]], plan: Plan, stages: Sequence[str]) -> Iterator[Run]:
+def wanted(lines: Lines, plan: Plan, stages: Sequence[str]) -> Iterator[Run]:
     """Yields the runs that are missing, in the order in which they are run. It looks at the lines as they grow.
 
     Args:
@@ -190,7 +176,7 @@ def wanted(lines: Sequence[dict[str, Any]], plan: Plan, stages: Sequence[str]) -
                 yield run
 
 
-def _runs(stage: str, lines: Sequence[dict[str, Any]], plan: Plan) -> Iterator[Run]:
+def _runs(stage: str, lines: Lines, plan: Plan) -> Iterator[Run]:
     if stage == "tuning":
         for row, (name, task) in product((BASE, *plan.rows), plan.tasks.items()):
             if row != "ddp-bf16":

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Lines = list[dict[str, Any]]
+Lines = Sequence[dict[str, Any]]
 
 
 class Row(NamedTuple):
@@ -41,6 +41,9 @@ ROWS = {
     "diloco 4": Row("DiLoCo, bf16, H = 4", ("--method", "diloco-bf16", "--inner-steps", "4"), 0),
     "diloco 20": Row("DiLoCo, bf16, H = 20", ("--method", "diloco-bf16", "--inner-steps", "20"), 0),
     "engine now": Row("shade, engine, 3 %, not late", (*_SPARSE, "--density", "0.03", "--staleness", "0"), 2 / 3, True),
+    "engine now 1 %": Row(
+        "shade, engine, 1 %, not late", (*_SPARSE, "--density", "0.01", "--staleness", "0"), 2 / 3, True
+    ),
     "engine": Row("shade, engine, 3 %, one step late", (*_SPARSE, "--density", "0.03", "--staleness", "1"), 1, True),
     "engine 1 %": Row(
         "shade, engine, 1 %, one step late", (*_SPARSE, "--density", "0.01", "--staleness", "1"), 1, True
@@ -73,6 +76,20 @@ class Cost(NamedTuple):
         """
         exchange = self.own_seconds + 8 * self.num_bytes / bandwidth
         return (1 - self.hidden) * compute + max(self.hidden * compute, exchange)
+
+
+def tried(lines: Lines, task: str, row: str) -> dict[tuple[float, float], float]:
+    """Returns the quality by rates, inner and outer, of a row's tuning; 0 where the training diverged."""
+    some = (line for line in lines if (line["stage"], line["task"], line["row"]) == ("tuning", task, row))
+    return {(line["lr"], line["outer_lr"]): 0.0 if math.isnan(line["loss"]) else line["accuracy"] for line in some}
+
+
+def best(lines: Lines, task: str, row: str) -> tuple[float, float]:
+    """Returns the rates, inner and outer, with which a row was best in its tuning; the bf16 hook takes DDP's."""
+    found = tried(lines, task, BASE if row == "ddp-bf16" else row)
+    if not found:
+        raise SystemExit(f"bench_gradient: expected rates of {row} on {task}, found none; run the stage tuning first")
+    return max(found, key=found.__getitem__)
 
 
 def qualities(lines: Lines) -> dict[tuple[str, int, str], dict[int, dict[str, Any]]]:
@@ -168,14 +185,13 @@ def _networks(lines: Lines, task: str) -> list[str]:
 
 
 def _tuning(lines: Lines, task: str) -> list[str]:
-    some = [line for line in lines if line["task"] == task and line["stage"] == "tuning"]
-    told = [
-        f"{ROWS[line['row']].label} at {line['lr']:g}"
-        + (f", outer {line['outer_lr']:g}" if line["outer_lr"] else "")
-        + f": {100 * line['accuracy']:.2f} %"
-        for line in some
-    ]
-    return ["Rates tried, on another seed: " + "; ".join(told) + ".", ""] if told else []
+    told = []
+    for row in ROWS:
+        if found := tried(lines, task, row):
+            inner, outer = best(lines, task, row)
+            of = sorted(each[1] if outer else each[0] for each in found)
+            told.append(f"{ROWS[row].label} {'outer ' if outer else ''}{outer or inner:g} (of {of[0]:g} to {of[-1]:g})")
+    return ["Rates, chosen on another seed: " + "; ".join(told) + ".", ""] if told else []
 
 
 def _head(first: str, ranks: Iterable[int], *names: str) -> list[str]:

@@ -3,7 +3,7 @@
 ::
 
     optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)
-    with GradientEngine(model, optimizer, density=0.01, staleness=1) as engine:
+    with GradientEngine(model, optimizer, density=0.01) as engine:
         for images, labels in loader:
             engine.num_samples = len(images)      # the weight of this rank's gradient
             loss(model(images), labels).backward()

@@ -151,7 +151,8 @@ def test_a_cluster_survives_its_seed_and_up_brings_it_back(
         if server.stats is not None and server.stats.role == "primary"
     )
     kill(directory, now_primary)
-    promote_replicas([Endpoint.of(url, *url.addresses[1])], {url.addresses[now_primary]})
+    dead = url.addresses[now_primary]
+    promote_replicas([Endpoint.of(url, *address) for address in url.addresses if address != dead], {dead})
     with open_store(url) as store:
         store.ping()
     assert "others have its keys; `shade cache up` on its machine starts it again" in caplog.text

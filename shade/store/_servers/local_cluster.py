@@ -17,7 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -120,26 +120,33 @@ def read_members(node: Endpoint) -> list[ClusterMember]:
 
 
 def promote_replicas(living: Sequence[Endpoint], dead: Set[Address]) -> None:
-    """Makes a replica of each dead primary the owner of its slots, and returns when the others know.
+    """Makes a replica of each dead primary the owner of its slots, and returns when all living nodes know.
 
     Call it before the dead ones are started again: a primary that returns empty would empty its replicas too. No
     election is needed, because the caller knows that the primary is dead.
 
     Args:
-        living: Nodes of the cluster; those that do not answer are passed over.
+        living: Nodes of the cluster; the first that answers says who takes over.
         dead: Addresses of nodes whose processes are gone.
+
+    Raises:
+        StoreUnavailableError: A minute later some node still takes a dead one for an owner.
     """
     deadline = time.monotonic() + _AGREE_SECONDS
-    for witness in living:
+    while any(heirs := list(_heirs_by_node(living, dead))):
+        for address in heirs[0]:
+            with contextlib.suppress(StoreError):  # it is a primary already, and the first has not heard
+                ask(replace(living[0], host=address[0], port=address[1]), "CLUSTER", "FAILOVER", "TAKEOVER")
+        if time.monotonic() > deadline:
+            raise StoreUnavailableError(f"the replicas of {sorted(dead)} did not take over")
+        time.sleep(_POLL_SECONDS)
+
+
+def _heirs_by_node(living: Sequence[Endpoint], dead: Set[Address]) -> Iterator[list[Address]]:
+    """Yields the heirs by the view of each node that answers."""
+    for node in living:
         with contextlib.suppress(StoreUnavailableError):
-            while heirs := _heirs(read_members(witness), dead):
-                for address in heirs:
-                    with contextlib.suppress(StoreError):  # it is a primary already, and the witness has not heard
-                        ask(replace(witness, host=address[0], port=address[1]), "CLUSTER", "FAILOVER", "TAKEOVER")
-                if time.monotonic() > deadline:
-                    raise StoreUnavailableError(f"the replicas of {sorted(dead)} did not take over")
-                time.sleep(_POLL_SECONDS)
-            return
+            yield _heirs(read_members(node), dead)
 
 
 def _heirs(members: Sequence[ClusterMember], dead: Set[Address]) -> list[Address]:

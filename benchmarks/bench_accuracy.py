@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import statistics
 import sys
@@ -35,7 +34,7 @@ import networks
 import numpy as np
 import torch
 import torch.nn.functional as F
-from measures import commit
+from measures import commit, standard_error
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -152,11 +151,6 @@ def table(results: dict[str, dict[str, list[tuple[float, float, float]]]]) -> st
             )
             lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Of the mean; not a number where there is one value."""
-    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else math.nan
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ from typing import Any, NamedTuple
 import importance_tasks
 import torch
 from importance_ways import KEPT, WHOLE_RUN, Setting
-from measures import commit, processors
+from measures import commit, processors, standard_error
 
 from shade.sampling import MODES
 
@@ -264,7 +264,7 @@ def _verdict(found: Errors, keys: list[tuple[str, float]]) -> list[str]:
 
 def _paired(differences: list[float]) -> tuple[float, float]:
     """Returns the mean of at least two differences, and its standard error."""
-    return statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences), standard_error(differences)
 
 
 def _shown(mine: dict[int, float], base: dict[int, float]) -> str:

@@ -50,11 +50,10 @@ from typing import Any, NamedTuple
 import importance_tasks
 import numpy as np
 import torch
-from bench_accuracy import standard_error
 from bench_importance import BATCH, DATA, EPOCHS, RESULTS, TUNED_WHOLE, best_rate, load, schedule, steps_of
 from bench_slow_storage import slow
 from importance_ways import Setting
-from measures import Log, commit, publish
+from measures import Log, commit, publish, standard_error
 from PIL import Image
 from tasks.glyphs import SIDE
 from torchvision import transforms
@@ -220,8 +219,8 @@ def table(courses: Courses) -> list[str]:
         ]
         seconds = statistics.median(sum(each.seconds for each in course) for course in runs)
         reads = statistics.fmean(sum(each.reads for each in course) for course in runs)
-        ends = np.array([course[-1].error for course in runs])
-        end = f"{ends.mean():.2f} ± {standard_error(ends):.2f}"
+        ends = [course[-1].error for course in runs]
+        end = f"{statistics.fmean(ends):.2f} ± {standard_error(ends):.2f}"
         lines.append(f"| {way} | {' | '.join(reached)} | {seconds:.1f} | {reads:.2f} | {end} |")
     return lines
 

@@ -12,6 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from measures import standard_error
+
 Lines = Sequence[dict[str, Any]]
 
 
@@ -229,7 +231,7 @@ def _quality_cell(by_seed: dict[int, dict[str, Any]], above: list[float]) -> str
         text += f", {statistics.fmean(line['loss'] for line in by_seed.values()) / math.log(2):.3f} bits"
     if first["row"] == BASE or not above:
         return text
-    spread = f" ± {statistics.stdev(above) / math.sqrt(len(above)):.2f}" if len(above) > 1 else ""
+    spread = f" ± {standard_error(above):.2f}" if len(above) > 1 else ""
     text += f" ({statistics.fmean(above):+.2f}{spread})"
     return f"**{text}**" if statistics.fmean(above) < -LEAST_POINTS and first["row"] != NONE else text
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import multiprocessing
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -64,6 +66,11 @@ def _counted(name: str) -> int:
         return 0
     counts = {key: int(value) for key, _, value in (line.partition(":") for line in lines)}
     return counts[name]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; not a number where there is one value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def percentile(values: list[float], share: float) -> float:

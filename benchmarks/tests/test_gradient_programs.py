@@ -302,14 +302,14 @@ def test_a_stopped_measurement_continues_where_it_was() -> None:
     runs = []
     for run in wanted(lines, WHOLE, STAGES):
         runs.append(run)
-        lines.append(run._asdict() | {"accuracy": 0.9 - abs(run.lr - 0.1) - abs(run.outer_lr - 0.7), "loss": 1.0})
+        lines.append(run._asdict() | {"accuracy": 0.9 - abs(run.lr - 0.1) - abs(run.outer_lr - 0.2), "loss": 1.0})
         assert flags_of(run, WHOLE)
     assert len(set(runs)) == len(runs)
     assert next(wanted(lines, WHOLE, STAGES), None) is None
     assert [run.stage for run in runs] == sorted((run.stage for run in runs), key=STAGES.index)
     trained = [run for run in runs if run.stage == "quality" and run.task == "glyphs"]
     assert {run.lr for run in trained} == {0.1}
-    assert {run.outer_lr for run in trained if run.row.startswith("diloco")} == {0.7}
+    assert {run.outer_lr for run in trained if run.row.startswith("diloco")} == {0.2}
     assert {run.ranks for run in trained} == {2, 4, 8}
     half = lines[: len(lines) // 2]
     assert next(wanted(half, WHOLE, STAGES)) == runs[len(half)]

@@ -132,14 +132,15 @@ def promote_replicas(living: Sequence[Endpoint], dead: Set[Address]) -> None:
     Raises:
         StoreUnavailableError: A minute later some node still takes a dead one for an owner.
     """
-    deadline = time.monotonic() + _AGREE_SECONDS
-    while any(heirs := list(_heirs_by_node(living, dead))):
-        for address in heirs[0]:
+
+    def have_taken_over() -> bool:
+        heirs = list(_heirs_by_node(living, dead))
+        for address in heirs[0] if heirs else ():
             with contextlib.suppress(StoreError):  # it is a primary already, and the first has not heard
                 ask(replace(living[0], host=address[0], port=address[1]), "CLUSTER", "FAILOVER", "TAKEOVER")
-        if time.monotonic() > deadline:
-            raise StoreUnavailableError(f"the replicas of {sorted(dead)} did not take over")
-        time.sleep(_POLL_SECONDS)
+        return not any(heirs)
+
+    _wait(have_taken_over, f"learn who took over from {sorted(dead)}", time.monotonic() + _AGREE_SECONDS)
 
 
 def _heirs_by_node(living: Sequence[Endpoint], dead: Set[Address]) -> Iterator[list[Address]]:
@@ -194,7 +195,7 @@ def num_listed(node: Endpoint) -> int:
 def _wait(reached: Callable[[], bool], what: str, deadline: float) -> None:
     while not reached():
         if time.monotonic() > deadline:
-            raise StoreUnavailableError(f"the nodes of a new cluster did not {what} within {_AGREE_SECONDS:.0f} s")
+            raise StoreUnavailableError(f"the nodes of the cluster did not {what} within {_AGREE_SECONDS:.0f} s")
         time.sleep(_POLL_SECONDS)
 
 

@@ -32,7 +32,8 @@ BEAT_SECONDS: Final = 0.05
 """Followers notice the leader's progress this fast."""
 _MARGIN_BATCHES: Final = 2
 """Workers finish out of order."""
-_LEAST_WINDOW_BATCHES: Final = 16
+_LEAST_WINDOW_BATCHES: Final = 6
+"""With three or less all would wait for each other; with four a batch would take as long as news of it."""
 _WINDOW_SHARE: Final = 0.25
 """Largest share of the cache for what the slowest follower has still to use."""
 _POLL_SECONDS: Final = 0.01
@@ -78,6 +79,7 @@ class CoordinatedRead:
     def wait(self, epoch: int, position: int, num_total: int) -> None:
         """Returns when this job may ask for the samples up to a position of the epoch, which has ``num_total``."""
         while not self._may_go(epoch, position, num_total):
+            self._sharing.hurry()
             time.sleep(_POLL_SECONDS)
 
     def _may_go(self, epoch: int, position: int, num_total: int) -> bool:

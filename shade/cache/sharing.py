@@ -84,7 +84,7 @@ class Sharing:
         self.view = SharedCacheView({}, {})
         """What the last look found."""
         self._beat_seconds = beat_seconds
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep, name="shade-jobs", daemon=True)
 
     # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -96,9 +96,20 @@ class Sharing:
         self._thread.start()
 
     def _keep(self) -> None:
-        pause_seconds = self._beat_seconds
-        while not self._stop.wait(pause_seconds):
-            pause_seconds = self._beat_seconds if self._look() else min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+        pause_seconds, pause = self._beat_seconds, self._wake
+        while True:
+            pause.wait(pause_seconds)
+            self._wake.clear()
+            if self._stop.is_set():  # asked after `clear`: `close` sets this one first
+                return
+            if self._look():
+                pause_seconds, pause = self._beat_seconds, self._wake
+            else:
+                pause_seconds, pause = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS), self._stop
+
+    def hurry(self) -> None:
+        """Makes the next look come at once, unless the store does not answer."""
+        self._wake.set()
 
     def _look(self) -> bool:
         try:
@@ -341,6 +352,7 @@ class Sharing:
         if self._stop.is_set():
             return
         self._stop.set()
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
         if self._rank == 0:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from shade.cache.coordinated_read import CoordinatedRead
 from shade.cache.entry import FORMAT_ITEM
 from shade.cache.job_registry import LEASE_SECONDS, JobRegistry, slot_keys
 from shade.cache.sharing import Sharing
+from shade.errors import StoreUnavailableError
 from shade.policy import POLICIES
 from shade.policy.base import EpochPlan
 from shade.store import open_store
@@ -194,6 +197,61 @@ def test_those_who_follow_one_stream_read_it_once(store: Store, clock: ManualClo
     assert max(reads[1:]) <= 0.02, "followers read next to nothing"
     assert jobs[0].cache.residency.capacity_bytes == jobs[0].cache.capacity_bytes, "the leader keeps for all"
     assert [each.cache.residency.capacity_bytes for each in jobs[1:]] == [0, 0]
+
+
+def test_a_leader_is_no_further_ahead_than_the_cache_can_hold(store: Store, clock: ManualClock) -> None:
+    jobs = [OneJob(store, clock, seed=7, group="search") for _ in range(3)]
+    tick = 0
+    while min(each.epoch for each in jobs) < 4:
+        clock.advance(STEP_SECONDS)
+        tick += 1
+        for each in jobs:
+            is_its_turn = each is jobs[0] or tick % 3 == 0  # the followers are slow
+            each.take() if is_its_turn and each.epoch < 4 and each.may_go() else each.sharing.look()
+    reads = [sum(each.reads[2:4]) / 2 / N for each in jobs]
+    assert max(reads[1:]) <= 0.02, "what the leader brings in stays until the slowest has used it"
+    assert reads[0] <= 1 - FRACTION / 2, "and half of the cache is left for what comes in the next epoch"
+
+
+def test_one_that_waits_looks_at_once(store: Store) -> None:
+    first, second = (JobRegistry(store, "data", group="search") for _ in range(2))
+    cache = SampleCache(store, "data", np.full(N, SIZE), 0, FORMAT_ITEM)
+    cache.capacity_bytes = int(FRACTION * cache.size_bytes_N.sum())
+    sharing = Sharing(cache, first, 0, 1, beat_seconds=600)
+    sharing.start()
+    try:
+        second.beat()
+        sharing.hurry()
+        deadline = time.monotonic() + 10
+        while not sharing.has_company and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sharing.has_company
+    finally:
+        sharing.close()
+
+
+def test_one_that_waits_does_not_press_a_store_that_does_not_answer(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    registry = JobRegistry(store, "data", group="search")
+    cache = SampleCache(store, "data", np.full(N, SIZE), 0, FORMAT_ITEM)
+    cache.capacity_bytes = int(FRACTION * cache.size_bytes_N.sum())
+    sharing = Sharing(cache, registry, 0, 1, beat_seconds=0.2)
+    sharing.start()
+
+    def look() -> None:
+        looks.append(time.monotonic())
+        raise StoreUnavailableError("gone")
+
+    monkeypatch.setattr(sharing, "look", look)
+    began = time.monotonic()
+    while time.monotonic() < began + 1.0:
+        sharing.hurry()
+        time.sleep(0.005)
+    sharing.close()
+    assert 1 <= len(looks) <= 3, "after 0, 0.4 and 0.8 s at the earliest"
+    assert all(later - earlier > 0.3 for earlier, later in pairwise(looks))
 
 
 def test_a_follower_that_dies_is_not_waited_for_and_a_leader_is_replaced(store: Store, clock: ManualClock) -> None:

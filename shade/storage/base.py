@@ -76,8 +76,8 @@ class Volume(ABC):
 
     @abstractmethod
     def sweep(self, prefix: str = "") -> int:
-        """Deletes the `leftovers` of a prefix, and folders that become empty; returns how many. Not while
-        others write."""
+        """Deletes the `leftovers` of a prefix, and its empty folders; returns the number of files. Not while others
+        write."""
 
     @abstractmethod
     def ping(self) -> None:

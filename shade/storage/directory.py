@@ -366,7 +366,11 @@ class DirectoryVolume(Volume):
 
     @override
     def sweep(self, prefix: str = "") -> int:
-        return sum(self._remove(name) for name in self.leftovers(prefix))
+        num_files = sum(self._remove(name) for name in self.leftovers(prefix))
+        # A process that died after it had removed a folder's last file left the folder.
+        for folder in reversed([folder for folder, _ in self._tree(prefix) if f"{folder}/".startswith(prefix)]):
+            self._remove_empty(folder)
+        return num_files
 
     @override
     def free_bytes(self) -> int | None:
@@ -466,25 +470,35 @@ class DirectoryVolume(Volume):
             there = self._operations.remove(self._path(name))
             if there:
                 self._operations.sync_directory(self._path(folder) if folder else self._root)
+        self._remove_empty(folder)
+        return there
+
+    def _remove_empty(self, folder: str) -> None:
+        """Deletes a folder if it is empty, and those above it that become so."""
+        with self._translating(f"to remove {folder}"):
             while folder and self._operations.remove_directory(self._path(folder)):
                 folder = folder.rpartition("/")[0]
                 self._operations.sync_directory(self._path(folder) if folder else self._root)
-        return there
 
     def _walk(self, prefix: str) -> Iterator[str]:
         """Yields every file whose name, or for an unfinished one whose folder, starts with the prefix."""
+        for folder, files in self._tree(prefix):
+            for name in files:
+                if (f"{folder}/" if is_partial(name) and folder else name).startswith(prefix):
+                    yield name
+
+    def _tree(self, prefix: str) -> Iterator[tuple[str, list[str]]]:
+        """Yields the folders that may hold names with the prefix, each before those in it, with all their files."""
         self._check_open()
         folders = [prefix.rpartition("/")[0]]
         while folders:
             folder = folders.pop()
             with self._translating(f"to list {folder or 'the files'}"):
                 entries = self._operations.entries(self._path(folder) if folder else self._root)
-            for entry, is_folder in entries:
-                name = f"{folder}/{entry}" if folder else entry
-                if is_folder and (f"{name}/".startswith(prefix) or prefix.startswith(f"{name}/")):
-                    folders.append(name)
-                elif not is_folder and (f"{folder}/" if is_partial(name) and folder else name).startswith(prefix):
-                    yield name
+            names = [(f"{folder}/{entry}" if folder else entry, is_folder) for entry, is_folder in entries]
+            yield folder, [name for name, is_folder in names if not is_folder]
+            inner = [name for name, is_folder in names if is_folder]
+            folders += [name for name in inner if f"{name}/".startswith(prefix) or prefix.startswith(f"{name}/")]
 
     def _read_whole(self, name: str) -> bytes | None:
         num_bytes = self.size_bytes(name)

@@ -193,6 +193,8 @@ class StorageTier(Tier):
             if self._volume.size_bytes(f"{place}/{_RECORD}") is None:
                 self._remove(place, [name for name in names if name.startswith(f"{place}/")])
                 removed.append(place)
+        if is_only_writer:
+            self._volume.sweep(f"{self._run}/step-")
         return removed
 
     def time_write(self, num_bytes: int) -> float:

@@ -282,6 +282,19 @@ def test_sweeping_one_place_leaves_the_others_alone(tmp_path: Path) -> None:
     assert volume.list() == ["run/1/name", "run/10/name"]
 
 
+def test_sweeping_removes_the_empty_folders_of_a_prefix_and_no_other(tmp_path: Path) -> None:
+    volume = DirectoryVolume(str(tmp_path))
+    volume.write("run/step-1/name", [b"x"])
+    for folder in ("run/step-2", "run/step-3/deeper", "run/notes", "other"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert volume.sweep("run/step-") == 0
+    assert sorted(os.listdir(tmp_path / "run")) == ["notes", "step-1"]
+    assert volume.list() == ["run/step-1/name"]
+    assert volume.sweep("run/") == 0
+    assert sorted(os.listdir(tmp_path)) == ["other", "run"]
+    assert os.listdir(tmp_path / "run") == ["step-1"]
+
+
 def test_home_and_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -476,7 +476,8 @@ def test_what_the_user_says_has_the_last_word() -> None:
     assert proposed.agreed(slots=2).in_flight == 1
     more = StrategyConfig().agreed(in_flight=4)
     assert (more.in_flight, more.buffers, more.slots) == (4, 4, 5)
-    assert not proposed.agreed(codec="zstd").streams, "chunks of a codec go as a whole"
+    assert proposed.agreed(codec="zstd").streams
+    assert not proposed.agreed(codec="xor-zstd").streams, "differences go as a whole: to where their base is"
     with pytest.raises(ConfigError, match="4 buffers and 5 slots for 4 saves in flight"):
         StrategyConfig().agreed(in_flight=4, buffers=2)
     for wrong in ({"in_flight": 0}, {"buffers": 0}):

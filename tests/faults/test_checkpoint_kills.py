@@ -180,19 +180,20 @@ def check(job: Job, num_lives: int, *, keeps_durable: bool = True) -> list[Told]
 
 @pytest.mark.parametrize("num_kills", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 @pytest.mark.parametrize(
-    ("world_size", "strategy"),
+    ("world_size", "strategy", "codec"),
     [
-        pytest.param(1, "copy", marks=pytest.mark.slow),
-        (2, "overlap"),
-        pytest.param(2, "asymmetric", marks=pytest.mark.slow),
-        pytest.param(2, "pccheck", marks=pytest.mark.slow),
+        pytest.param(1, "copy", None, marks=pytest.mark.slow),
+        (2, "overlap", None),
+        pytest.param(2, "asymmetric", None, marks=pytest.mark.slow),
+        (2, "asymmetric", "zstd"),
+        pytest.param(2, "pccheck", None, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_is_killed_at_random_moments(
-    make: Callable[..., Job], num_kills: int, world_size: int, strategy: str
+    make: Callable[..., Job], num_kills: int, world_size: int, strategy: str, codec: str | None
 ) -> None:
     dice = random.Random(num_kills)
-    job = make(world_size=world_size, strategy=strategy, num_steps=40 + 10 * num_kills)
+    job = make(world_size=world_size, strategy=strategy, codec=codec, num_steps=40 + 10 * num_kills)
     for _ in range(num_kills):
         ranks = Ranks(job)
         ranks.wait_for(1 + dice.randrange(12))

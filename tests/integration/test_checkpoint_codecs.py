@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._codecs.base import CODECS, Delta
+from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._integrations.dcp_writer import ShadeWriter
+from shade.checkpoint._save.packing import PackedShard
+from shade.checkpoint._save.stream_upload import StreamUpload
 from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._session.open_tiers import Tiers
 from shade.cli import main
-from shade.errors import ConfigError
+from shade.errors import CheckpointError, ConfigError, StorageError
+from shade.storage.directory import DirectoryVolume
 from shade.store._servers.server import LocalServer
 
 pytestmark = pytest.mark.multiprocess
@@ -203,8 +209,6 @@ def test_what_a_codec_needs_is_said_at_once(
 def test_compression_is_off_where_it_loses(
     begin: Callable[..., tuple[Training, Checkpointer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shade.checkpoint._session.open_tiers import Tiers
-
     monkeypatch.setattr(Tiers, "time_write", lambda self, num_bytes: num_bytes / 1e15)
     training, checkpointer = begin(codec="xor-zstd", compress="if-faster")
     for _ in range(2):
@@ -215,3 +219,110 @@ def test_compression_is_off_where_it_loses(
         snapshot = checkpointer.list()[0]
         manifest = checkpointer._tiers.reader.manifest(snapshot, 0)
         assert {entry.codec for entry in manifest.chunks} == {"none"}
+
+
+# ── streamed to storage ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def stored(checkpointer: Checkpointer) -> Manifest:
+    return checkpointer._tiers.reader.manifest(checkpointer.list()[0], 0)
+
+
+def half_random(training: Training) -> None:
+    """Gives zstd something to compress and something not to."""
+    with torch.no_grad():
+        next(training.model.parameters()).zero_()
+
+
+@pytest.mark.parametrize("compress", ["always", "if-faster"])
+@pytest.mark.parametrize("strategy", ["asymmetric", "pccheck", "datastates"])
+def test_a_streamed_codec_gives_the_same_snapshot(
+    strategy: str,
+    compress: str,
+    begin: Callable[..., tuple[Training, Checkpointer]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(Tiers, "time_write", lambda self, num_bytes: num_bytes / 1e3)
+    streamed: list[str] = []
+    packed = StreamUpload.packed
+
+    def noted(self: StreamUpload) -> PackedShard:
+        streamed.append(self.manifest.codec)
+        return packed(self)
+
+    monkeypatch.setattr(StreamUpload, "packed", noted)
+    training, checkpointer = begin(strategy=strategy, codec="zstd", compress=compress)
+    half_random(training)
+    for _ in range(3):
+        training.step()
+        checkpointer.step()
+        checkpointer.save()
+        checkpointer.wait_committed()
+    saved, manifest = training.state(), stored(checkpointer)
+    assert set(streamed) == {"zstd"}
+    assert {manifest.chunk_codec(number) for number in range(len(manifest.chunks))} == {"zstd"}
+    (data,) = (tmp_path / "durable").glob("*/step-0000000003/rank-0.chunks")
+    assert data.stat().st_size == manifest.stored_bytes < manifest.num_bytes
+    assert checkpointer.latest is not None
+    assert checkpointer.latest.is_in_shared_memory
+    with torch.no_grad():
+        next(training.model.parameters()).add_(1)
+    assert checkpointer.restore_latest().tiers == ("own memory",)
+    compare(saved, training, {})
+    checkpointer.close()
+    assert main(["checkpoint", "verify", "all", "--persist", str(tmp_path / "durable"), "--run", checkpointer.run]) == 0
+    again, other = begin(strategy=strategy)
+    assert other.restore_latest().tiers == ("storage",)
+    compare(saved, again, {})
+
+
+def test_storage_that_fails_within_a_streamed_codec_fails_that_save_and_no_other(
+    begin: Callable[..., tuple[Training, Checkpointer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, checkpointer = begin(strategy="asymmetric", codec="zstd")
+    fails = [True]
+    write = DirectoryVolume.write
+
+    def broken(self: DirectoryVolume, name: str, chunks: Iterable[Any]) -> int:
+        if fails[0] and name.endswith(".chunks"):
+            next(iter(chunks))
+            raise StorageError("no space left")
+        return write(self, name, chunks)
+
+    monkeypatch.setattr(DirectoryVolume, "write", broken)
+    training.step()
+    checkpointer.step()
+    checkpointer.save()
+    with pytest.raises(CheckpointError, match="no space left"):
+        checkpointer.wait_committed()
+    assert "shade-ahead" not in [thread.name for thread in threading.enumerate()], "nobody encodes any more"
+    assert checkpointer.latest is not None
+    assert checkpointer.latest.is_in_shared_memory
+    fails[0] = False
+    training.step()
+    checkpointer.step()
+    checkpointer.save()
+    saved = training.state()
+    checkpointer.wait_committed()
+    checkpointer.close()
+    again, other = begin(strategy="asymmetric")
+    assert other.restore_latest().step == 2
+    compare(saved, again, {})
+
+
+def test_to_cluster_memory_a_codec_is_not_streamed(begin: Callable[..., tuple[Training, Checkpointer]]) -> None:
+    with LocalServer() as server:
+        training, checkpointer = begin(store=server.url, persist_to=None, strategy="asymmetric", codec="zstd")
+        assert not checkpointer._saver._writer.can_stream
+        training.step()
+        checkpointer.step()
+        checkpointer.save()
+        saved = training.state()
+        checkpointer.wait_committed()
+        assert stored(checkpointer).stored_bytes < stored(checkpointer).num_bytes
+        checkpointer.close()
+        again, other = begin(store=server.url, persist_to=None)
+        assert other.restore_latest().step == 1
+        compare(saved, again, {})
+        other.close()

@@ -31,6 +31,7 @@ class Job:
     persist: str | None = None
     every: int = 4
     strategy: str = "overlap"
+    codec: str | None = None
     saves: bool = True
 
 
@@ -121,7 +122,13 @@ def train(job: Job, rank: int) -> None:
         log.say("end", digest(model))
         return
     with Checkpointer(
-        job.store, persist_to=job.persist, run=job.run, every=job.every, strategy=job.strategy, keep="last=2"
+        job.store,
+        persist_to=job.persist,
+        run=job.run,
+        every=job.every,
+        strategy=job.strategy,
+        codec=job.codec,
+        keep="last=2",
     ) as checkpointer:
         checkpointer.attach(model=model, optimizer=optimizer, scheduler=scheduler, cursor=cursor)
         restored = checkpointer.restore_latest()

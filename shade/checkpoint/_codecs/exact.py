@@ -58,8 +58,8 @@ class Zstandard(Standalone):
     """``zstd``: bytes grouped by item, compressed by zstandard at its fastest level. Exact.
 
     One item width serves a whole shard, that of most of its bytes (`Manifest.item_bytes`); other items are stored
-    correctly but larger. It saves memory in the cluster, not time: on a disk faster than about 0.25 GB/s per core
-    it costs more than it saves.
+    correctly but larger. It saves room. Whether it saves time depends on the storage, which ``compress="if-faster"``
+    measures.
 
     Raises:
         ConfigError: The ``zstandard`` package is missing.

@@ -13,8 +13,7 @@ A snapshot is written after its base, however new it is: storage never has a del
 as long as something in memory builds on it, so it can be written even if storage has removed it since.
 
 Reading and writing overlap: each alone leaves the other idle. A chunk goes from the socket into a ring of buffers, is
-verified there, from any copy that memory has, and goes to the disk from there, without a copy or new memory. `Prefetch`
-costs a thread, and memory for the chunks in flight; its thread has ended when it is closed, however the block is left.
+verified there, from any copy that memory has, and goes to the disk from there, without a copy or new memory.
 
 How many chunks are fetched at once is measured (`FetchPace`). Each fetch costs a fixed time T_d for the round trip and
 the threads. The first write waits for the first fetch, which takes T_c per chunk. So there is a best number of chunks:
@@ -30,21 +29,20 @@ import contextlib
 import itertools
 import logging
 import mmap
-import queue
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from shade.checkpoint._commit.protocol import check_base, retire
 from shade.checkpoint._flush.progress import Progress
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._format.retention import Keep, lineage
 from shade.checkpoint._pacing.batching import best_batch_bytes
+from shade.checkpoint._pacing.prefetch import Prefetch
 from shade.checkpoint._pacing.write_cost import Line
 from shade.checkpoint._restore.reader import Reader, Snapshot, SnapshotSource
 from shade.checkpoint._tiers.memory import MemoryTier
@@ -128,72 +126,6 @@ class BufferRing:
 
 def _pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-
-
-T = TypeVar("T")
-_POLL_SECONDS: Final = 0.1
-"""Time that a thread with a full queue takes to notice that the reader has left."""
-
-
-class _End:
-    """Follows the last item; carries the error of the source, if any."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-
-class Prefetch(Generic[T]):
-    """Iterates over a source that another thread reads ahead.
-
-    Use it in a ``with`` block. An error of the source is raised where its next item is requested.
-
-    Args:
-        source: Read in that thread alone.
-        num_items: Items that may wait; with 0 there is no thread, and nothing is fetched before it is requested.
-    """
-
-    def __init__(self, source: Iterable[T], num_items: int) -> None:
-        self._source, self._has_thread = source, num_items > 0
-        self._queue: queue.Queue[T | _End] = queue.Queue(num_items)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._fetch, name="shade-ahead", daemon=True)
-
-    def __enter__(self) -> Iterator[T]:
-        if not self._has_thread:
-            return iter(self._source)
-        self._thread.start()
-        return self._items()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._closed.set()
-        if self._has_thread:
-            self._thread.join()
-
-    def _items(self) -> Iterator[T]:
-        while True:
-            item = self._queue.get()
-            if isinstance(item, _End):
-                if item.error is not None:
-                    raise item.error
-                return
-            yield item
-
-    def _fetch(self) -> None:
-        error: BaseException | None = None
-        try:
-            for item in self._source:
-                if not self._put(item):
-                    return
-        except BaseException as raised:  # noqa: BLE001  # raised again in the reading thread
-            error = raised
-        self._put(_End(error))
-
-    def _put(self, item: T | _End) -> bool:
-        while not self._closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._queue.put(item, timeout=_POLL_SECONDS)
-                return True
-        return False
 
 
 AHEAD_FETCHES: Final = 2

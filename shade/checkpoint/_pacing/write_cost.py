@@ -2,7 +2,8 @@
 
 A chunk of n bytes that shrinks to a part r of itself is compressed if and only if
 
-    t_c(n) + t_w(r·n) < t_w(n)
+    t_c(n) + t_w(r·n) < t_w(n)            where it is compressed, and then written;
+    max(t_c(n), t_w(r·n)) < t_w(n)        where other chunks are written while it is compressed (a streamed upload),
 
 with t_c, t_w straight lines, α + β·n, fitted by least squares to measurements on this machine when the run began: of
 compressing chunks of the state, and of writing probes to the first tier. AsymCheck has r = 2ρ, a value and an index for
@@ -104,12 +105,21 @@ class CostModel:
         self._compressing: dict[str, Line] = {}
         self._pieces: defaultdict[tuple[str, int], _WritePiece] = defaultdict(_WritePiece)
 
-    def pays(self, codec: str, number: int, data: memoryview, encode: Callable[[memoryview], Bytes | None]) -> bool:
+    def pays(
+        self,
+        codec: str,
+        number: int,
+        data: memoryview,
+        encode: Callable[[memoryview], Bytes | None],
+        *,
+        overlaps: bool = False,
+    ) -> bool:
         """Whether compressing a chunk pays; measures a codec at its first chunk. ``number`` is the chunk's, the same in
-        every snapshot; ``encode`` compresses the chunk or its first part, and returns None where it cannot."""
-        if codec not in self._compressing and not self._measure(codec, number, data, encode):
+        every snapshot; ``encode`` compresses the chunk or its first part, and returns None where it cannot;
+        ``overlaps`` says that others are written meanwhile."""
+        if codec not in self._compressing and not self._measure(codec, number, data, encode, overlaps):
             return False
-        limit = self._limit(codec, len(data))
+        limit = self._limit(codec, len(data), overlaps)
         if limit <= 0:
             return False
         piece = self._pieces[codec, number]
@@ -123,11 +133,11 @@ class CostModel:
                 piece.wait()
         return piece.ratio < limit
 
-    def learn(self, codec: str, number: int, data: memoryview, stored: Bytes | None) -> None:
+    def learn(self, codec: str, number: int, data: memoryview, stored: Bytes | None, *, overlaps: bool = False) -> None:
         """Counts a compressed chunk; None as its stored form means that it was not kept."""
         piece = self._pieces[codec, number]
         piece.tried(data, stored)
-        if piece.ratio < self._limit(codec, len(data)):
+        if piece.ratio < self._limit(codec, len(data), overlaps):
             piece.patience = 0
         else:
             piece.wait()
@@ -140,12 +150,14 @@ class CostModel:
             self._writing = Line.fit([(length, min(self._probe(length) for _ in range(_ROUNDS))) for length in lengths])
         return self._writing
 
-    def _limit(self, codec: str, num_bytes: int) -> float:
+    def _limit(self, codec: str, num_bytes: int, overlaps: bool) -> float:
         """Returns the ratio below which compression pays; 0 or less if it never does."""
-        writing = self.writing(num_bytes)
-        return 1 - self._compressing[codec].at(num_bytes) / max(writing.beta * num_bytes, 1e-15)
+        share = self._compressing[codec].at(num_bytes) / max(self.writing(num_bytes).beta * num_bytes, 1e-15)
+        return float(share < 1) if overlaps else 1 - share
 
-    def _measure(self, codec: str, number: int, data: memoryview, encode: Callable[[memoryview], Bytes | None]) -> bool:
+    def _measure(
+        self, codec: str, number: int, data: memoryview, encode: Callable[[memoryview], Bytes | None], overlaps: bool
+    ) -> bool:
         """Fits the line of a codec; returns False if this chunk cannot be compressed, and another must be measured."""
         samples: list[tuple[float, float]] = []
         for part in PARTS:
@@ -165,7 +177,7 @@ class CostModel:
             "codec %s: %.0f MB/s, to %.1f %% of the bytes; writing: %.0f MB/s after %.2f ms: %s",
             *(codec, 1e-6 / max(line.beta, 1e-15), 100 * piece.ratio),
             *(1e-6 / max(writing.beta, 1e-15), 1e3 * writing.alpha),
-            "it pays" if piece.ratio < self._limit(codec, len(data)) else "it does not pay",
+            "it pays" if piece.ratio < self._limit(codec, len(data), overlaps) else "it does not pay",
         )
         return True
 

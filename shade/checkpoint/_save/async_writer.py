@@ -21,20 +21,11 @@ rank. So all collectives of a group are made by one thread, in one order. The wa
 4. Where there is no cluster memory, or it refused or failed, it goes to storage directly. A tier's failure is logged
    once, and so is its end.
 
-With a streaming strategy, the chunks of 3 (or 4) are uploaded before 1, during the copy: see `StreamUpload`.
+With a streaming strategy, the chunks of 3 (or 4) are uploaded before 1, during the copy: see `_save.stream_upload`.
 Saves in flight at once may commit in any order; the sequence in the record says which is the newest. A codec that
 stores differences sends a snapshot to where its base is; if that tier fails or has lost the base, the snapshot is
 packed again without a base. A save that reaches only shared memory, beside other tiers, has failed: handle and log say
 so each time, and training continues, because stopping it would lose the unsaved steps as well.
-
-A streamed shard is uploaded while it is still being copied: each chunk is sent as soon as it is copied and hashed. A
-tier gets everything at once but one thing: the manifest lists the digests of all chunks, and the last digest is known
-only when the last chunk has been sent. So the tier gets an `OpenManifest`, which knows each chunk's length, and which
-has bytes for a reader that has taken all chunks; that is when tiers ask for them.
-
-Uploading early risks nothing. If the copy turns out to be torn, there is no manifest to agree on, and what was uploaded
-has no record and is discarded (`_commit.protocol`). The price: the shared-memory tier has the snapshot after the first
-tier and not before it, since its record needs the digests too.
 """
 
 from __future__ import annotations
@@ -46,11 +37,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.stream_hash import StreamHash
@@ -59,104 +49,10 @@ from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, Tens
 from shade.checkpoint._pacing.batching import Batching
 from shade.checkpoint._pacing.schedule import Pace, cpu_seconds
 from shade.checkpoint._save.packing import PackedShard, Packer
+from shade.checkpoint._save.stream_upload import StreamUpload
 from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError, ShadeError
 from shade.types import Bytes
-
-_NO_DIGEST = "0" * 32
-
-
-class OpenManifest(Manifest):
-    """A manifest of chunks that are still being copied: their lengths are right, their digests are to come."""
-
-    def close(self, digests: list[str]) -> Manifest:
-        """Returns the manifest with all digests in it; from now on this one has the same bytes."""
-        chunks = tuple(ChunkEntry(chunk.num_bytes, each) for chunk, each in zip(self.chunks, digests, strict=True))
-        fields = {name: value for name, value in vars(self).items() if name in Manifest.__dataclass_fields__}
-        closed = Manifest(**{**fields, "chunks": chunks})
-        vars(self)["closed"] = closed
-        return closed
-
-    @override
-    def to_bytes(self) -> bytes:
-        closed: Manifest | None = vars(self).get("closed")
-        if closed is None:
-            raise CheckpointError.of("all chunks to be taken before the manifest", self.step, "put the chunks first")
-        return closed.to_bytes()
-
-
-class StreamUpload:
-    """The upload of one rank's shard.
-
-    Args:
-        draft: The manifest, without chunks.
-        data: The buffer, as long as the shard.
-        stream_hash: Knows which chunks are copied, and hashes them.
-        copied: Resolved when everything is copied and nothing is torn.
-    """
-
-    def __init__(self, draft: Manifest, data: memoryview, stream_hash: StreamHash, copied: Future[None]) -> None:
-        self._data, self._stream_hash, self._copied = data, stream_hash, copied
-        self._chunks = stream_hash.chunks
-        self._digests: list[str] = []
-        entries = tuple(ChunkEntry(len(chunk), _NO_DIGEST) for chunk in self._chunks)
-        self.manifest = OpenManifest(**vars(replace(draft, chunks=entries)))
-        """Stored with the chunks."""
-        self.place: str | None = None
-        """Where the uploaded chunks wait for their record; None: the tier has not taken them."""
-        self.refusal: CheckpointError | None = None
-        """Why the tier has not taken them."""
-
-    def place_or_raise(self) -> str:
-        """Returns the place, or raises the refusal."""
-        if self.place is None:
-            raise self.refusal or CheckpointError("nothing was uploaded")
-        return self.place
-
-    def chunks(self) -> Iterator[memoryview]:
-        """Yields the chunks in order, each when it is copied; raises a CheckpointError if the copy fails."""
-        for number, chunk in enumerate(self._chunks):
-            self._wait_for(number)
-            yield chunk
-        self._close()
-
-    def batches(self, batching: Batching) -> Iterator[memoryview]:
-        """Yields the same bytes, several chunks at once, and measures each write."""
-        begin, end = 0, 0
-        wanted = batching.batch_bytes(len(self._data), self.manifest.chunk_bytes)
-        for number, chunk in enumerate(self._chunks):
-            begun = time.perf_counter()
-            self._wait_for(number)
-            batching.made(time.perf_counter() - begun)
-            end += len(chunk)
-            if end - begin < wanted and number < len(self._chunks) - 1:
-                continue
-            begun = time.perf_counter()
-            yield self._data[begin:end]  # the consumer writes this batch before it asks for the next one
-            batching.wrote(end - begin, time.perf_counter() - begun)
-            begin, wanted = end, batching.batch_bytes(len(self._data), self.manifest.chunk_bytes)
-        self._close()
-
-    def packed(self) -> PackedShard:
-        """Waits for the end of the copy, and returns the shard as if it had been packed as a whole."""
-        self._copied.result()
-        for number in range(len(self._chunks)):
-            self._wait_for(number)
-        return PackedShard(self._close(), self._chunks)
-
-    def _wait_for(self, number: int) -> None:
-        """Returns when a chunk is copied and hashed."""
-        if number < len(self._digests):
-            return
-        digest = self._stream_hash.wait(number)
-        if digest is None:
-            error = self._copied.exception()
-            raise CheckpointError(f"chunk {number} of step {self.manifest.step} was not copied: {error}") from error
-        self._digests.append(digest)
-
-    def _close(self) -> Manifest:
-        return self.manifest.close(self._digests)
-
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -277,7 +173,9 @@ class AsyncWriter:
         self._failing: set[str] = set()
         """Names of the tiers that failed last time."""
         self._one_at_a_time = threading.Lock()
-        """Held while a thread packs, logs or tidies up."""
+        """Held while a thread logs or tidies up."""
+        self._packing = threading.Lock()
+        """Held while a thread packs a shard, or a chunk of one."""
         self._num_sent = 0
         self._queues: list[queue.SimpleQueue[SaveRequest | None]] = [queue.SimpleQueue() for _ in groups]
         self._threads = [
@@ -286,6 +184,13 @@ class AsyncWriter:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether chunks may leave before all are packed. Cluster memory has to know beforehand how long each is, and a
+        difference goes where its base is."""
+        is_last = bool(self._tiers) and self._tiers[0].is_durable
+        return self._packer.codec == "none" or (is_last and not self._packer.builds)
 
     def send(self, request: SaveRequest) -> None:
         """Queues a save; its buffer must not be written to before ``request.handle.committed`` is resolved."""
@@ -422,7 +327,7 @@ class AsyncWriter:
         return CommitResult(tier, place, record.sequence)
 
     def _pack(self, request: SaveRequest) -> PackedShard:
-        with self._one_at_a_time:
+        with self._packing:
             return self._packer.pack(
                 request.handle.step, request.buffer, request.num_bytes, request.entries, request.tree
             )
@@ -440,13 +345,13 @@ class AsyncWriter:
         if self._tiers:
             tier = self._tiers[0]
             batching = self._batching if tier.is_durable else None
-            chunks = upload.chunks() if batching is None else upload.batches(batching)
-            try:
-                place = prepare(tier, group, request.handle.step, shard_bytes)
-                put(tier, group, place, upload.manifest, lambda: self._paced(chunks))
-                upload.place = place
-            except CheckpointError as failure:
-                upload.refusal = failure
+            with contextlib.closing(upload.chunks() if batching is None else upload.batches(batching)) as chunks:
+                try:
+                    place = prepare(tier, group, request.handle.step, shard_bytes)
+                    put(tier, group, place, upload.manifest, lambda: self._paced(chunks))
+                    upload.place = place
+                except CheckpointError as failure:
+                    upload.refusal = failure
         return upload
 
     def _new_upload(self, request: SaveRequest, group: ProcessGroup) -> StreamUpload:
@@ -457,13 +362,19 @@ class AsyncWriter:
             step=request.handle.step,
             rank=group.rank,
             world_size=group.world_size,
-            codec="none",
+            codec=self._packer.codec,
             num_bytes=request.num_bytes,
             tensors=request.entries,
             chunks=(),
             tree=request.tree,
+            version=self._packer.version,
         )
-        return StreamUpload(draft, data, request.stream_hash, request.handle.copied)
+
+        def pack(chunk: memoryview, number: int, plain: str) -> tuple[Bytes, ChunkEntry]:
+            with self._packing:
+                return self._packer.pack_chunk(chunk, draft.item_bytes, number, plain)
+
+        return StreamUpload(draft, data, request.stream_hash, request.handle.copied, pack)
 
     def _paced(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
         for chunk in chunks:

@@ -52,7 +52,7 @@ class PackedShard:
 
     manifest: Manifest
     chunks: Iterable[Bytes]
-    """Stored form, in order; may be iterated more than once."""
+    """Stored form, in order; may be iterated more than once. Empty where a streamed codec has sent them already."""
     base: str | None = None
     """Digest of the record of the snapshot that the shard builds on; None: it stands alone."""
 
@@ -79,6 +79,11 @@ class _Chunks:
     entries: list[ChunkEntry] = field(default_factory=list)
     errors: dict[str, _Error] = field(default_factory=dict)
     """Errors by tensor; only of tensors that are off."""
+
+    def add(self, stored: Bytes, entry: ChunkEntry) -> None:
+        """Adds the next chunk."""
+        self.stored.append(stored)
+        self.entries.append(entry)
 
 
 class Packer:
@@ -117,9 +122,11 @@ class Packer:
             raise ConfigError.of(expected, keyframe_every, f"{KEYFRAME_EVERY} is usual")
         if max_error is not None and not (math.isfinite(max_error) and max_error >= 0):
             raise ConfigError.of("a relative error of 0 or more", max_error, "0.01 is a hundredth of a tensor's length")
-        self._run, self._rank, self._world_size, self._codec_name = run, rank, world_size, codec
-        self._codec = CODECS.get(codec)()
-        self._alone: Standalone = standalone_codec(codec if isinstance(self._codec, Standalone) else self._delta.alone)
+        self._run, self._rank, self._world_size = run, rank, world_size
+        self.codec = codec
+        """Name of the codec."""
+        self._coder = CODECS.get(codec)()
+        self._alone: Standalone = standalone_codec(codec if isinstance(self._coder, Standalone) else self._delta.alone)
         self._keyframe_every = keyframe_every
         asks = compress == IF_FASTER and codec != "none"
         self._costs = CostModel(time_write) if asks and time_write is not None else None
@@ -131,13 +138,18 @@ class Packer:
 
     @property
     def _delta(self) -> Delta:
-        assert isinstance(self._codec, Delta)
-        return self._codec
+        assert isinstance(self._coder, Delta)
+        return self._coder
+
+    @property
+    def version(self) -> int:
+        """The version of the manifests: that of chunks which each state their codec, or of chunks which need not."""
+        return 2 if self.builds or self._costs is not None else 1
 
     @property
     def builds(self) -> bool:
         """Whether shards may build on earlier ones."""
-        return isinstance(self._codec, Delta)
+        return isinstance(self._coder, Delta)
 
     @property
     def base(self) -> str | None:
@@ -161,14 +173,14 @@ class Packer:
             step=step,
             rank=self._rank,
             world_size=self._world_size,
-            codec=self._codec_name,
+            codec=self.codec,
             num_bytes=num_bytes,
             tensors=entries,
             chunks=(),
             tree=tree,
             chunk_bytes=CHUNK_BYTES,
         )
-        if isinstance(self._codec, Standalone) and self._costs is None:
+        if isinstance(self._coder, Standalone) and self._costs is None:
             starts = range(0, num_bytes, draft.chunk_bytes)
             stored = [self._encode_alone(data[start : start + draft.chunk_bytes], draft.item_bytes) for start in starts]
             chunks = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in stored)
@@ -181,6 +193,16 @@ class Packer:
         manifest = replace(draft, chunks=tuple(made.entries), bounds=bounds, version=2)
         return PackedShard(manifest, made.stored, None if base is None else base.digest)
 
+    def pack_chunk(self, chunk: memoryview, item_bytes: int, number: int, plain: str) -> tuple[Bytes, ChunkEntry]:
+        """Packs one chunk of a shard, which needs no other, while the chunk before is written; ``plain`` is its digest.
+        Returns its stored form and entry. The manifest of such chunks has `codec` and `version`."""
+        if self.version == 2:
+            return self._stand_alone(chunk, item_bytes, number, plain, overlaps=True)
+        if self.codec == "none":
+            return chunk, ChunkEntry(len(chunk), plain)
+        stored = self._encode_alone(chunk, item_bytes)
+        return stored, ChunkEntry(len(stored), digest_of(stored))
+
     def alone(self, packed: PackedShard, buffer: torch.Tensor) -> PackedShard:
         """Packs the same snapshot without its base, for a tier that lacks the base; the bounds stay the same.
 
@@ -192,9 +214,9 @@ class Packer:
 
     def committed(self, packed: PackedShard, digest: str, buffer: torch.Tensor) -> None:
         """Keeps the shard packed last as a base for the next one; called before its buffer is written to again."""
-        if not isinstance(self._codec, Delta):
+        if not isinstance(self._coder, Delta):
             return
-        if packed.base is not None and not self._codec.follows_previous:
+        if packed.base is not None and not self._coder.follows_previous:
             assert self._base is not None, "it was built on"
             self._base = replace(self._base, num_after=self._base.num_after + 1)
             return
@@ -202,7 +224,7 @@ class Packer:
         digests = [str(manifest.plain_digest(number)) for number in range(len(manifest.chunks))]
         after = 0 if packed.base is None or self._base is None else self._base.num_after + 1
         try:
-            data = self._copied(buffer, manifest.num_bytes) if self._codec.needs_data else None
+            data = self._copied(buffer, manifest.num_bytes) if self._coder.needs_data else None
         except MemoryError:
             logger.warning(
                 "no %.0f MB are left to compare with: the next snapshot stands alone", manifest.num_bytes / 1e6
@@ -232,22 +254,18 @@ class Packer:
             chunk = data[start : start + draft.chunk_bytes]
             plain = digest_of(chunk)
             if base is not None and base.digests[number] == plain:
-                self._add(made, "dedup", bytes.fromhex(plain), plain)
+                made.add(*_stored("dedup", bytes.fromhex(plain), plain))
             elif before is None or not self._differ(
                 made, chunk, before[start : start + len(chunk)], draft, number, plain
             ):
-                self._stand_alone(made, chunk, draft.item_bytes, number, plain)
+                made.add(*self._stand_alone(chunk, draft.item_bytes, number, plain, overlaps=False))
         return made
-
-    def _add(self, made: _Chunks, codec: str, stored: Bytes, plain: str) -> None:
-        made.stored.append(stored)
-        made.entries.append(ChunkEntry(len(stored), plain if codec == "none" else digest_of(stored), codec, plain))
 
     def _differ(
         self, made: _Chunks, chunk: memoryview, before: memoryview, draft: Manifest, number: int, plain: str
     ) -> bool:
         """Packs a chunk as its difference from the base's; returns False if that is not small or exact enough."""
-        name = self._codec_name
+        name = self.codec
 
         def encode(some: memoryview) -> Bytes | None:
             found = self._difference(some, before[: len(some)], draft, number)
@@ -265,7 +283,7 @@ class Packer:
         if found.back is not None:
             np.copyto(np.frombuffer(chunk, np.uint8), np.frombuffer(found.back, np.uint8))
             plain = digest_of(found.back)
-        self._add(made, name, found.stored, plain)
+        made.add(*_stored(name, found.stored, plain))
         return True
 
     def _true_enough(self, chunk: memoryview, before: memoryview, draft: Manifest, number: int) -> _Difference | None:
@@ -293,22 +311,28 @@ class Packer:
         return _Difference(stored, back, errors)
 
     def _encode_alone(self, chunk: memoryview, item_bytes: int) -> Bytes:
-        return chunk if self._codec_name == "none" else self._alone.encode(chunk, item_bytes)
+        return chunk if self.codec == "none" else self._alone.encode(chunk, item_bytes)
 
-    def _stand_alone(self, made: _Chunks, chunk: memoryview, item_bytes: int, number: int, plain: str) -> None:
-        name = self._codec_name if isinstance(self._codec, Standalone) else self._delta.alone
+    def _stand_alone(
+        self, chunk: memoryview, item_bytes: int, number: int, plain: str, *, overlaps: bool
+    ) -> tuple[Bytes, ChunkEntry]:
+        name = self.codec if isinstance(self._coder, Standalone) else self._delta.alone
 
         def encode(some: memoryview) -> Bytes:
             return self._alone.encode(some, item_bytes)
 
-        if name != "none" and (self._costs is None or self._costs.pays(name, number, chunk, encode)):
+        if name != "none" and (self._costs is None or self._costs.pays(name, number, chunk, encode, overlaps=overlaps)):
             stored = encode(chunk)
             if self._costs is not None:
-                self._costs.learn(name, number, chunk, stored)
+                self._costs.learn(name, number, chunk, stored, overlaps=overlaps)
             if len(stored) < len(chunk):
-                self._add(made, name, stored, plain)
-                return
-        self._add(made, "none", chunk, plain)
+                return _stored(name, stored, plain)
+        return _stored("none", chunk, plain)
+
+
+def _stored(codec: str, stored: Bytes, plain: str) -> tuple[Bytes, ChunkEntry]:
+    """Returns a chunk of version 2 with its entry."""
+    return stored, ChunkEntry(len(stored), plain if codec == "none" else digest_of(stored), codec, plain)
 
 
 def _data_of(buffer: torch.Tensor, num_bytes: int) -> memoryview:

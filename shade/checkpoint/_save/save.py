@@ -125,7 +125,7 @@ class Saver:
             if self._preparing is None:
                 self._prepare(prepare)
             data = memoryview(buffer.numpy().data)[: layout.num_bytes]
-            streams = self._strategy.streams and self._config.codec == "none"
+            streams = self._strategy.streams and self._writer.can_stream
             stream_hash = StreamHash(data) if streams else None
             copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, stream_hash, self._comparison)
             copied = self._strategy.begin(copying)

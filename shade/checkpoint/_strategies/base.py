@@ -45,7 +45,8 @@ class StrategyConfig:
     in_flight: int = 1
     """Saves in flight at once; a further save waits for the oldest. 1 with a delta codec."""
     streams: bool = False
-    """Whether chunks are hashed and sent while others are still copied; never with a codec."""
+    """Whether chunks are hashed and sent while others are still copied. Never with a codec that stores differences, and
+    with any other but ``none`` only where there is no cluster memory."""
     batches: bool = False
     """Whether streamed chunks go to storage in batches of the length that finishes first."""
     save_waits_for: DurabilityLevel = "begun"
@@ -96,7 +97,7 @@ class StrategyConfig:
             self,
             every=self.every if every is None else every,
             codec=chosen,
-            streams=self.streams and chosen == "none",
+            streams=self.streams and not is_delta(chosen),
             batches=self.batches and chosen == "none",
             replicas=self.replicas if replicas is None else replicas,
             slots=num_slots,

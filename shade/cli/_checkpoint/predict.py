@@ -85,7 +85,7 @@ def predict(costs: Costs, config: StrategyConfig) -> Prediction:
     packed = state * encode + stored / costs.hash_rate
     first = costs.write_rate if costs.send_rate is None else costs.send_rate
     sent = 0.0 if first is None else stored / first
-    is_streamed = config.streams and config.codec == "none"
+    is_streamed = config.streams and (config.codec == "none" or costs.send_rate is None)
     kept = copied + packed
     safe = max(copied, packed, sent) if is_streamed else kept + sent
     safe += 0.0 if first is None else costs.commit_seconds

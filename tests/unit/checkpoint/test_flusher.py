@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from shade.checkpoint._flush.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher, Prefetch
+from shade.checkpoint._flush.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
 from shade.checkpoint._flush.progress import Progress
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._tiers.tier import Shard
@@ -311,41 +310,3 @@ def test_no_buffer_is_filled_again_while_it_is_still_needed(
     memory.take(7, chunks=40 * AHEAD_FETCHES + 3)
     assert drain(flusher(memory, storage)) == [7]
     assert storage.chunks == memory.chunks
-
-
-def test_a_source_is_read_ahead_but_not_further() -> None:
-    read: list[int] = []
-    reached = threading.Semaphore(0)
-
-    def source() -> Iterator[int]:
-        for number in range(100):
-            read.append(number)
-            reached.release()
-            yield number
-
-    with Prefetch(source(), 3) as items:
-        for _ in range(4):  # three wait, one is in hand
-            assert reached.acquire(timeout=10)
-        assert not reached.acquire(timeout=0.3)
-        assert next(items) == 0
-        assert reached.acquire(timeout=10)
-        assert list(items) == list(range(1, 100))
-
-
-def test_what_ends_the_source_ends_the_reader() -> None:
-    def source() -> Iterator[int]:
-        yield 1
-        raise StoreUnavailableError("gone")
-
-    with Prefetch(source(), 3) as items:
-        assert next(items) == 1
-        with pytest.raises(StoreUnavailableError, match="gone"):
-            next(items)
-
-
-def test_a_reader_that_leaves_ends_the_thread() -> None:
-    before = threading.active_count()
-    with contextlib.suppress(KeyError), Prefetch(iter(range(10**9)), 2) as items:
-        next(items)
-        raise KeyError
-    assert threading.active_count() == before

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch
 
 from shade.checkpoint._buffer.stream_hash import StreamHash
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import Manifest, TensorEntry
+from shade.checkpoint._format.manifest import ChunkEntry, Manifest, TensorEntry
 from shade.checkpoint._pacing.batching import Batching
-from shade.checkpoint._save.async_writer import StreamUpload
+from shade.checkpoint._save import packing
+from shade.checkpoint._save.packing import Packer
+from shade.checkpoint._save.stream_upload import StreamUpload
 from shade.errors import CheckpointError, TornSnapshotError
+from shade.types import Bytes
 
 CHUNK, LENGTH = 1000, 3700
 
@@ -23,13 +29,29 @@ CHUNK, LENGTH = 1000, 3700
 class Shard:
     """Bytes that are copied when the test says so."""
 
-    def __init__(self, length: int = LENGTH) -> None:
-        self.content = random.Random(0).randbytes(length)
+    def __init__(self, length: int = LENGTH, packer: Packer | None = None) -> None:
+        self.content = random.Random(0).randbytes(length // 2) + bytes(length - length // 2)
+        self.packer = packer or Packer("run", 0, 1, "none")
+        self.packed: list[int] = []
+        """Numbers of the packed chunks."""
         data = memoryview(bytearray(self.content))
         self.stream_hash, self.copied = StreamHash(data, CHUNK), Future[None]()
         tensors = {"x": TensorEntry("U8", (length,), 0, length)}
-        draft = Manifest("run", 7, 0, 1, "none", length, tensors, (), None, CHUNK)
-        self.upload = StreamUpload(draft, data, self.stream_hash, self.copied)
+        draft = Manifest(
+            "run", 7, 0, 1, self.packer.codec, length, tensors, (), None, CHUNK, version=self.packer.version
+        )
+        self.upload = StreamUpload(draft, data, self.stream_hash, self.copied, self.pack)
+
+    def pack(self, chunk: memoryview, number: int, plain: str) -> tuple[Bytes, ChunkEntry]:
+        self.packed.append(number)
+        return self.packer.pack_chunk(chunk, 1, number, plain)
+
+    def packed_whole(self) -> tuple[Manifest, list[bytes]]:
+        """The same shard, packed after its copy."""
+        packed = self.packer.pack(
+            7, torch.frombuffer(bytearray(self.content), dtype=torch.uint8), LENGTH, self.upload.manifest.tensors, None
+        )
+        return packed.manifest, [bytes(chunk) for chunk in packed.chunks]
 
     def arrive(self, *ranges: tuple[int, int]) -> None:
         for start, stop in ranges:
@@ -104,6 +126,62 @@ def test_batches_are_the_same_bytes_in_fewer_pieces() -> None:
     assert b"".join(gone) == shard.content
     shard.finish()
     assert shard.upload.manifest.to_bytes() == shard.upload.packed().manifest.to_bytes()
+
+
+def zstd(**more: Any) -> Packer:
+    return Packer("run", 0, 1, "zstd", **more)
+
+
+def slow(num_bytes: int) -> float:
+    return num_bytes / 1e3
+
+
+@pytest.mark.parametrize("settings", [{}, {"compress": "if-faster", "time_write": slow}])
+def test_with_a_codec_it_is_the_shard_that_packing_the_whole_gives(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "CHUNK_BYTES", CHUNK)
+    shard = Shard(packer=zstd(**settings))
+    shard.arrive((0, LENGTH))
+    shard.finish()
+    gone = [bytes(chunk) for chunk in shard.upload.chunks()]
+    manifest, chunks = shard.packed_whole()
+    assert gone == chunks
+    assert shard.upload.packed().manifest == manifest
+    assert shard.upload.manifest.to_bytes() == manifest.to_bytes()
+    assert shard.upload.manifest.stored_bytes == sum(map(len, gone)) < LENGTH
+    assert Manifest.parse(manifest.to_bytes(), manifest.digest) == manifest
+
+
+def test_with_a_codec_chunks_are_packed_while_one_is_written() -> None:
+    shard = Shard(packer=zstd())
+    shard.arrive((0, LENGTH))
+    with contextlib.closing(shard.upload.chunks()) as chunks:
+        next(chunks)
+        deadline = time.monotonic() + 10
+        while len(shard.packed) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert shard.packed[:2] == [0, 1], "the second is packed while the first is in our hands"
+
+
+def test_with_a_codec_what_nobody_took_is_packed_once() -> None:
+    shard = Shard(packer=zstd())
+    shard.arrive((0, LENGTH))
+    shard.finish()
+    with contextlib.closing(shard.upload.chunks()) as chunks:
+        next(chunks)  # and then the tier failed
+    packed = shard.upload.packed()
+    assert shard.packed == [0, 1, 2, 3]
+    assert (len(packed.manifest.chunks), list(packed.chunks)) == (4, [])
+
+
+def test_with_a_codec_a_copy_that_fails_ends_the_chunks() -> None:
+    shard = Shard(packer=zstd())
+    shard.arrive((0, 1200))
+    shard.copied.set_exception(TornSnapshotError("'x' moved"))
+    shard.stream_hash.end()
+    with pytest.raises(CheckpointError, match="chunk 1 of step 7 was not copied: 'x' moved"):
+        list(shard.upload.chunks())
 
 
 def test_a_shard_of_nothing() -> None:

@@ -73,6 +73,22 @@ def test_the_verdict_is_the_inequality(seed: int) -> None:
         assert machine.model.pays("codec", 0, data, machine.encode) is (with_it < without)
 
 
+@pytest.mark.parametrize(
+    ("encode", "ratio", "pays"),
+    [(0.2e-8, 0.99, True), (0.9e-8, 0.99, True), (1.1e-8, 0.01, False), (0.2e-8, 1.0, False)],
+)
+def test_a_chunk_that_is_compressed_beside_a_write_costs_the_longer_of_both(
+    encode: float, ratio: float, pays: bool
+) -> None:
+    machine = Machine((1e-3, 1e-8), (0.0, encode), ratio)
+    data = memoryview(bytes(2**20))
+    assert machine.model.pays("codec", 0, data, machine.encode, overlaps=True) is pays
+    if pays:
+        for _ in range(3):
+            machine.model.learn("codec", 0, data, machine.encode(data), overlaps=True)
+            assert machine.model.pays("codec", 0, data, machine.encode, overlaps=True)
+
+
 def test_what_is_measured_is_measured_once_a_codec() -> None:
     machine = Machine((1e-3, 1e-9), (1e-4, 1e-10), 0.5)
     data = memoryview(bytes(2**20))

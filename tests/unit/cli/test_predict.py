@@ -59,6 +59,14 @@ def test_streamed_chunks_take_as_long_as_the_slowest_part() -> None:
     assert predict(COSTS, StrategyConfig()).safe_seconds == pytest.approx(0.6 + 0.1 + 1.0 + 0.02)
 
 
+def test_with_a_codec_chunks_are_streamed_to_storage_and_not_to_cluster_memory() -> None:
+    costs = dataclasses.replace(COSTS, codecs={"zstd": CodecCost(ratio=2.0, encode_rate=0.5e9)})
+    config = StrategyConfig(streams=True, codec="zstd")
+    assert predict(costs, config).safe_seconds == pytest.approx(2.0 + 0.05 + 0.02), "encoding is the slowest part"
+    found = predict(dataclasses.replace(costs, send_rate=0.5e9), config)
+    assert found.safe_seconds == pytest.approx(0.6 + 2.0 + 0.05 + 1.0 + 0.02)
+
+
 def test_with_a_cluster_memory_comes_first() -> None:
     found = predict(dataclasses.replace(COSTS, send_rate=0.5e9, fetch_rate=2e9), StrategyConfig())
     assert found.committed_seconds == found.safe_seconds == pytest.approx(0.6 + 0.1 + 2.0 + 0.02)

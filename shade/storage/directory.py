@@ -487,7 +487,7 @@ class DirectoryVolume(Volume):
                 if (f"{folder}/" if is_partial(name) and folder else name).startswith(prefix):
                     yield name
 
-    def _tree(self, prefix: str) -> Iterator[tuple[str, list[str]]]:
+    def _tree(self, prefix: str) -> Iterator[tuple[str, Sequence[str]]]:
         """Yields the folders that may hold names with the prefix, each before those in it, with all their files."""
         self._check_open()
         folders = [prefix.rpartition("/")[0]]

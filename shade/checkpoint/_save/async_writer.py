@@ -189,8 +189,8 @@ class AsyncWriter:
     def can_stream(self) -> bool:
         """Whether chunks may leave before all are packed. Cluster memory has to know beforehand how long each is, and a
         difference goes where its base is."""
-        is_last = bool(self._tiers) and self._tiers[0].is_durable
-        return self._packer.codec == "none" or (is_last and not self._packer.builds)
+        goes_to_storage = bool(self._tiers) and self._tiers[0].is_durable
+        return self._packer.codec == "none" or (goes_to_storage and not self._packer.builds)
 
     def send(self, request: SaveRequest) -> None:
         """Queues a save; its buffer must not be written to before ``request.handle.committed`` is resolved."""

@@ -366,10 +366,11 @@ class DirectoryVolume(Volume):
 
     @override
     def sweep(self, prefix: str = "") -> int:
-        num_files = sum(self._remove(name) for name in self.leftovers(prefix))
-        # A process that died after it had removed a folder's last file left the folder.
-        for folder in reversed([folder for folder, _ in self._tree(prefix) if f"{folder}/".startswith(prefix)]):
-            self._remove_empty(folder)
+        num_files = 0
+        for folder, names in reversed([*self._tree(prefix)]):
+            if f"{folder}/".startswith(prefix):
+                num_files += sum(self._remove(name) for name in names if is_partial(name))
+                self._remove_empty(folder)  # a process that died after it had removed the last file left it
         return num_files
 
     @override

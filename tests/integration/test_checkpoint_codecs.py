@@ -72,6 +72,13 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., tuple[Training, Checkpointer
     shutil.rmtree(own_folder(run), ignore_errors=True)
 
 
+def advance(training: Training, checkpointer: Checkpointer) -> None:
+    """Takes a step and begins a save."""
+    training.step()
+    checkpointer.step()
+    checkpointer.save()
+
+
 def compare(saved: dict[str, torch.Tensor], training: Training, bounds: dict[str, Any]) -> None:
     for name, tensor in training.state().items():
         if name in bounds:
@@ -87,9 +94,7 @@ def test_a_run_goes_on_from_storage(
     training, checkpointer = begin(codec=codec)
     saved = {}
     for _ in range(5):
-        training.step()
-        checkpointer.step()
-        checkpointer.save()
+        advance(training, checkpointer)
         saved = training.state()
         checkpointer.wait_committed()
     checkpointer.close()
@@ -117,9 +122,7 @@ def test_cluster_memory_and_its_flusher_know_the_chain(
         training, checkpointer = begin(codec=codec, store=server.url.reveal(), keep="last=1")
         saved = {}
         for _ in range(8):
-            training.step()
-            checkpointer.step()
-            checkpointer.save()
+            advance(training, checkpointer)
             saved = training.state()
             assert checkpointer.wait_committed() == "cluster memory"
             checkpointer.wait_durable(60)  # the flusher starts slower than a fast machine fills the slots
@@ -146,9 +149,7 @@ def test_a_crashed_process_finds_in_own_memory_what_the_others_have(
 ) -> None:
     training, checkpointer = begin(codec="topk-delta")
     for _ in range(2):
-        training.step()
-        checkpointer.step()
-        checkpointer.save()
+        advance(training, checkpointer)
         checkpointer.wait_committed()
     saved = training.state()
     checkpointer._end(keep_buffers=True)
@@ -165,9 +166,7 @@ def test_the_command_tells_of_bases_and_bounds(
 ) -> None:
     training, checkpointer = begin(codec="topk-delta", keep="all", max_error=1.0)  # tighter, and all is stored exactly
     for _ in range(3):
-        training.step()
-        checkpointer.step()
-        checkpointer.save()
+        advance(training, checkpointer)
         checkpointer.wait_committed()
     checkpointer.close()
     where = ["--persist", str(tmp_path / "durable")]
@@ -212,9 +211,7 @@ def test_compression_is_off_where_it_loses(
     monkeypatch.setattr(Tiers, "time_write", lambda self, num_bytes: num_bytes / 1e15)
     training, checkpointer = begin(codec="xor-zstd", compress="if-faster")
     for _ in range(2):
-        training.step()
-        checkpointer.step()
-        checkpointer.save()
+        advance(training, checkpointer)
         checkpointer.wait_committed()
         snapshot = checkpointer.list()[0]
         manifest = checkpointer._tiers.reader.manifest(snapshot, 0)
@@ -255,9 +252,7 @@ def test_a_streamed_codec_gives_the_same_snapshot(
     training, checkpointer = begin(strategy=strategy, codec="zstd", compress=compress)
     half_random(training)
     for _ in range(3):
-        training.step()
-        checkpointer.step()
-        checkpointer.save()
+        advance(training, checkpointer)
         checkpointer.wait_committed()
     saved, manifest = training.state(), stored(checkpointer)
     assert set(streamed) == {"zstd"}
@@ -291,18 +286,14 @@ def test_storage_that_fails_within_a_streamed_codec_fails_that_save_and_no_other
         return write(self, name, chunks)
 
     monkeypatch.setattr(DirectoryVolume, "write", broken)
-    training.step()
-    checkpointer.step()
-    checkpointer.save()
+    advance(training, checkpointer)
     with pytest.raises(CheckpointError, match="no space left"):
         checkpointer.wait_committed()
     assert "shade-ahead" not in [thread.name for thread in threading.enumerate()], "nobody encodes any more"
     assert checkpointer.latest is not None
     assert checkpointer.latest.is_in_shared_memory
     fails[0] = False
-    training.step()
-    checkpointer.step()
-    checkpointer.save()
+    advance(training, checkpointer)
     saved = training.state()
     checkpointer.wait_committed()
     checkpointer.close()
@@ -315,9 +306,7 @@ def test_to_cluster_memory_a_codec_is_not_streamed(begin: Callable[..., tuple[Tr
     with LocalServer() as server:
         training, checkpointer = begin(store=server.url, persist_to=None, strategy="asymmetric", codec="zstd")
         assert not checkpointer._saver._writer.can_stream
-        training.step()
-        checkpointer.step()
-        checkpointer.save()
+        advance(training, checkpointer)
         saved = training.state()
         checkpointer.wait_committed()
         assert stored(checkpointer).stored_bytes < stored(checkpointer).num_bytes

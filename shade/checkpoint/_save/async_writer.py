@@ -136,7 +136,6 @@ class AsyncWriter:
     """The threads that write snapshots.
 
     Args:
-        run: The run id.
         groups: One process group for each thread, used by nothing else: as many as saves may be in flight.
         shared_memory: The shared-memory tier.
         memory: The cluster-memory tier, or None.
@@ -151,7 +150,6 @@ class AsyncWriter:
 
     def __init__(
         self,
-        run: str,
         groups: Sequence[ProcessGroup],
         shared_memory: SharedMemoryTier,
         memory: Tier | None,
@@ -162,7 +160,7 @@ class AsyncWriter:
         before_chunk: Callable[[int], None] = lambda _: None,
         batching: Batching | None = None,
     ) -> None:
-        self._run, self._shared_memory = run, shared_memory
+        self._shared_memory = shared_memory
         self._tiers = [tier for tier in (memory, storage) if tier is not None]
         """Beyond shared memory, in the order in which they are tried."""
         self._packer = packer
@@ -337,7 +335,7 @@ class AsyncWriter:
         upload, error = None, None
         try:
             self._check_may_save()
-            upload = self._new_upload(request, group)
+            upload = self._new_upload(request)
         except Exception as failure:  # noqa: BLE001 - as above
             error = _message(failure)
         shard_bytes = announce(group, None if upload is None else upload.manifest, error)
@@ -354,21 +352,10 @@ class AsyncWriter:
                     upload.refusal = failure
         return upload
 
-    def _new_upload(self, request: SaveRequest, group: ProcessGroup) -> StreamUpload:
+    def _new_upload(self, request: SaveRequest) -> StreamUpload:
         assert request.stream_hash is not None
         data = memoryview(request.buffer.numpy().data)[: request.num_bytes]
-        draft = Manifest(
-            run=self._run,
-            step=request.handle.step,
-            rank=group.rank,
-            world_size=group.world_size,
-            codec=self._packer.codec,
-            num_bytes=request.num_bytes,
-            tensors=request.entries,
-            chunks=(),
-            tree=request.tree,
-            version=self._packer.version,
-        )
+        draft = self._packer.draft(request.handle.step, request.num_bytes, request.entries, request.tree)
 
         def pack(chunk: memoryview, number: int, plain: str) -> tuple[Bytes, ChunkEntry]:
             with self._packing:

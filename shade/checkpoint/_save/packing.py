@@ -161,14 +161,9 @@ class Packer:
         """Makes the next shard stand alone."""
         self._base = None
 
-    def pack(
-        self, step: int, buffer: torch.Tensor, num_bytes: int, entries: Mapping[str, TensorEntry], tree: Any
-    ) -> PackedShard:
-        """Packs a shard, whose data lie in the first ``num_bytes`` of the buffer. The buffer must not be written to
-        while the chunks are in use; a lossy codec writes its decoded values to it. ``tree`` is the skeleton of the
-        state."""
-        data = _data_of(buffer, num_bytes)
-        draft = Manifest(
+    def draft(self, step: int, num_bytes: int, entries: Mapping[str, TensorEntry], tree: Any) -> Manifest:
+        """Returns the manifest of a shard, without its chunks."""
+        return Manifest(
             run=self._run,
             step=step,
             rank=self._rank,
@@ -179,8 +174,17 @@ class Packer:
             chunks=(),
             tree=tree,
             chunk_bytes=CHUNK_BYTES,
+            version=self.version,
         )
-        if isinstance(self._coder, Standalone) and self._costs is None:
+
+    def pack(
+        self, step: int, buffer: torch.Tensor, num_bytes: int, entries: Mapping[str, TensorEntry], tree: Any
+    ) -> PackedShard:
+        """Packs a shard, whose data lie in the first ``num_bytes`` of the buffer. The buffer must not be written to
+        while the chunks are in use; a lossy codec writes its decoded values to it. ``tree`` is the skeleton of the
+        state."""
+        data, draft = _data_of(buffer, num_bytes), self.draft(step, num_bytes, entries, tree)
+        if draft.version == 1:
             starts = range(0, num_bytes, draft.chunk_bytes)
             stored = [self._encode_alone(data[start : start + draft.chunk_bytes], draft.item_bytes) for start in starts]
             chunks = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in stored)
@@ -190,12 +194,12 @@ class Packer:
             self._beyond.clear()
         made = self._compare(data, draft, base)
         bounds = {name: error.bound for name, error in made.errors.items()}
-        manifest = replace(draft, chunks=tuple(made.entries), bounds=bounds, version=2)
+        manifest = replace(draft, chunks=tuple(made.entries), bounds=bounds)
         return PackedShard(manifest, made.stored, None if base is None else base.digest)
 
     def pack_chunk(self, chunk: memoryview, item_bytes: int, number: int, plain: str) -> tuple[Bytes, ChunkEntry]:
         """Packs one chunk of a shard, which needs no other, while the chunk before is written; ``plain`` is its digest.
-        Returns its stored form and entry. The manifest of such chunks has `codec` and `version`."""
+        Returns its stored form and entry, which belongs into a manifest of `draft`."""
         if self.version == 2:
             return self._stand_alone(chunk, item_bytes, number, plain, overlaps=True)
         if self.codec == "none":

@@ -82,7 +82,7 @@ class StreamUpload:
         self._data, self._stream_hash, self._copied, self._pack = data, stream_hash, copied, pack
         self._chunks = stream_hash.chunks
         self._entries: list[ChunkEntry] = []
-        """Of the chunks that are packed so far."""
+        """The entries of the chunks that are packed so far."""
         entries = tuple(ChunkEntry(len(chunk), _NO_DIGEST) for chunk in self._chunks)
         self.manifest = OpenManifest(**vars(replace(draft, chunks=entries)))
         """Stored with the chunks."""

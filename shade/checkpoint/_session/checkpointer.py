@@ -149,7 +149,6 @@ class Checkpointer:
         )
         self._deadline: Deadline | None = None
         writer = AsyncWriter(
-            run,
             self._save_groups,
             self._tiers.shared_memory,
             self._tiers.memory,

@@ -194,7 +194,7 @@ class StorageTier(Tier):
                 self._remove(place, [name for name in names if name.startswith(f"{place}/")])
                 removed.append(place)
         if is_only_writer:
-            self._volume.sweep(f"{self._run}/step-")
+            self._volume.sweep(f"{self._run}/step-")  # and empty folders, which no listing shows
         return removed
 
     def time_write(self, num_bytes: int) -> float:

@@ -29,7 +29,6 @@ class Rig:
         self.results: list[CommitResult] = []
         self.may_save: Callable[[], None] = lambda: None
         self.writer = AsyncWriter(
-            RUN,
             [SingleProcessGroup()],
             self.shared_memory,
             self.memory if has_memory else None,

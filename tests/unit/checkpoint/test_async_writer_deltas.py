@@ -29,7 +29,6 @@ class Rig:
         self.memory, self.storage = Near("cluster memory"), Near("storage")
         packer = Packer("run", 0, 1, codec, keyframe_every=100)
         self.writer = AsyncWriter(
-            "run",
             [SingleProcessGroup()],
             self.shared_memory,
             self.memory,

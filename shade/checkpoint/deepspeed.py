@@ -35,7 +35,7 @@ import torch
 
 from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
 from shade.checkpoint._restore.reader import Snapshot
-from shade.checkpoint._restore.restore import Arena, fill_arena
+from shade.checkpoint._restore.restore import Arena, fill
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from shade.installation import install_hint
@@ -199,8 +199,8 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
             manifest = reader.manifest(snapshot, rank)
             entries = {name: entry for name, entry in manifest.tensors.items() if name in names}
             if entries:
-                arena = Arena(manifest.num_bytes)
-                fill_arena(reader, snapshot, manifest, arena, manifest.chunks_of(entries))
+                arena, numbers = Arena(manifest.num_bytes), manifest.chunks_of(entries)
+                fill(reader, snapshot, manifest, arena.chunks(manifest, numbers), shared=numbers)
                 tensors |= arena.tensors(entries)
         return unflatten(wanted, tensors)[note["file"]]
 

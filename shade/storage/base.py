@@ -57,6 +57,10 @@ class Volume(ABC):
         """Fills ``buffer`` with the bytes from ``start`` on, or raises StorageError if the name is missing or too
         short."""
 
+    def read_directly(self, name: str, start: int, buffer: memoryview) -> None:
+        """As `read_into`, past the page cache where there is one: for much that nobody else reads soon."""
+        self.read_into(name, start, buffer)
+
     @abstractmethod
     def size_bytes(self, name: str) -> int | None:
         """Returns the length of what the name holds; None if there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,16 +135,19 @@ def test_a_name_that_one_rank_has_not_attached_is_named_on_both(tmp_path: Path) 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
     """The lengths of what this rank reads of shards in storage."""
-    read: list[int] = []
-    read_into = DirectoryVolume.read_into
+    lengths: list[int] = []
 
-    def reading(volume: DirectoryVolume, name: str, start: int, buffer: memoryview) -> None:
-        read.append(len(buffer))
-        read_into(volume, name, start, buffer)
+    def counting(read: Callable[..., None]) -> Callable[..., None]:
+        def reading(volume: DirectoryVolume, name: str, start: int, buffer: memoryview) -> None:
+            lengths.append(len(buffer))
+            read(volume, name, start, buffer)
+
+        return reading
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DirectoryVolume, "read_into", reading)
-        yield read
+        for name in ("read_into", "read_directly"):
+            patch.setattr(DirectoryVolume, name, counting(getattr(DirectoryVolume, name)))
+        yield lengths
 
 
 WIDTH = 1030

@@ -2,8 +2,9 @@
 
 DCP plans which rank needs which part of which saved piece, for any old and new world size. Each rank reads and verifies
 the chunks that hold those bytes, from the nearest place that has them intact. A piece of rows is a range of bytes; for
-a piece of columns everything between its first and last byte is read. Bytes pass through a window of fresh memory and
-are copied onwards, so a load needs little memory beside its target. Values are cast to the target's type, as in DCP.
+a piece of columns everything between its first and last byte is read. Bytes pass through two windows of memory: one is
+filled while the other is copied onwards. So a load needs little memory beside its target, and faults that little in
+once. Values are cast to the target's type, as in DCP.
 
 Nothing that was stored is unpickled. DCP's `DefaultLoadPlanner.load_bytes` would do so (`torch.load` with
 ``weights_only=False``), so objects are put directly where it would put them. A planner that overrides `load_bytes`
@@ -21,8 +22,12 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Final
 
@@ -31,24 +36,24 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
-from shade.checkpoint._capture.flatten import tensors_in, unflatten
+from shade.checkpoint._capture.flatten import tensors_in, torch_dtype, unflatten
 from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._integrations.dcp_shard import DCPParts, from_plain, is_dcp, parts_of, tensor_key
 from shade.checkpoint._integrations.dcp_writer import names_step, step_of
 from shade.checkpoint._restore.reader import Reader, Snapshot
-from shade.checkpoint._restore.restore import Arena, fill_arena
+from shade.checkpoint._restore.restore import Arena, fill, map_memory
 from shade.checkpoint._session.open_tiers import open_to_read
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError, ShadeError, StateMismatchError
 
-WINDOW_CHUNKS: Final = 32
-"""Chunks read at once, unless one tensor needs more: 128 MiB."""
+WINDOW_CHUNKS: Final = 16
+"""Chunks in a window, unless one tensor needs more: 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,20 @@ class _ReadRequest:
     item: ReadItem
     node: Any
     """Skeleton of the tensor."""
-    names: tuple[str, ...]
-    """Tensors of the shard that it is made of."""
+    name: str
+    """Tensor of the shard that it is made of."""
+    dtype: torch.dtype
+    """In which that is stored."""
+    span: range
+    """Bytes of the shard from the first wanted one to the last."""
+    lengths: tuple[int, ...]
+    """Shape of the wanted part, as it is stored."""
+    strides: tuple[int, ...]
+    """Stored items from one to the next in each dimension."""
     chunks: range
+    """Chunks that hold the span."""
+    is_shared: bool
+    """Whether another rank reads the piece too."""
 
 
 class ShadeReader(StorageReader):
@@ -124,11 +140,13 @@ class ShadeReader(StorageReader):
         return replace(plan, storage_data=self._chosen().record.digest)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Checks that all ranks load the same snapshot."""
+        """Checks that all ranks load the same snapshot, and adds which pieces more than one rank reads."""
         if len({plan.storage_data for plan in plans}) > 1:
             cure = "name one: checkpoint_id='120', or step=120; and see that all ranks reach the same places"
             raise CheckpointError.of("the same newest snapshot on every rank", "different ones", cure)
-        return plans
+        readers = Counter(piece for plan in plans for piece in {item.storage_index for item in plan.items})
+        shared = frozenset(piece for piece, count in readers.items() if count > 1)
+        return [replace(plan, storage_data=shared) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads this rank's items; done when it returns."""
@@ -138,8 +156,10 @@ class ShadeReader(StorageReader):
             if rank is None:
                 raise _missing_piece(item)
             by_rank.setdefault(rank, []).append(item)
+        groups = []
         for rank, items in sorted(by_rank.items()):
-            self._read_shard(rank, items, planner)
+            groups += self._groups(rank, items, planner, shared=plan.storage_data or ())
+        _load(groups, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -197,7 +217,10 @@ class ShadeReader(StorageReader):
         cure = "see shade checkpoint list; what Checkpointer saved, Checkpointer restores"
         raise CheckpointError.of(wanted, silent or f"none in run {self._run!r}", cure)
 
-    def _read_shard(self, rank: int, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    def _groups(
+        self, rank: int, items: Sequence[ReadItem], planner: LoadPlanner, shared: Collection[MetadataIndex]
+    ) -> list[_Group]:
+        """Delivers the objects of a rank's shard, and returns what has to be read for the tensors."""
         snapshot = self._chosen()
         if rank not in self._manifests:
             if not 0 <= rank < snapshot.record.world_size:
@@ -218,101 +241,162 @@ class ShadeReader(StorageReader):
                 node = parts.tensors.get(tensor_key(item.storage_index))
                 if node is None:
                     raise _missing_piece(item)
-                requests.append(_read_request(manifest, item, node))
-        for window in _windows(sorted(requests, key=lambda request: request.chunks.start)):
-            shard.read(number for request in window for number in request.chunks)
-            for request in window:
-                _copy(shard.tensor(request.node, request.names), request.item, planner)
-            shard.forget(window[-1].chunks)
+                requests.append(_read_request(manifest, item, node, item.storage_index in shared))
+        return _grouped(shard, sorted(requests, key=lambda request: request.chunks.start))
 
 
+@dataclass(frozen=True, eq=False)
 class _Shard:
-    """One shard while it is read; only chunks that were read take memory."""
+    """One shard that is read."""
 
-    def __init__(self, reader: Reader, snapshot: Snapshot, manifest: Manifest) -> None:
-        self._reader, self._snapshot, self._manifest = reader, snapshot, manifest
-        self._arena = Arena(manifest.num_bytes)
-        self._here: set[int] = set()
+    reader: Reader
+    snapshot: Snapshot
+    manifest: Manifest
 
-    def read(self, numbers: Iterable[int]) -> None:
-        """Reads chunks that are not in memory yet."""
-        missing = sorted(set(numbers) - self._here)
-        fill_arena(self._reader, self._snapshot, self._manifest, self._arena, missing)
-        self._here.update(missing)
+    def fill(self, buffers: Mapping[int, memoryview], shared: Collection[int]) -> None:
+        """Reads chunks, by number, into the caller's memory; see `fill`."""
+        fill(self.reader, self.snapshot, self.manifest, buffers, shared)
 
-    def tensor(self, node: Any, names: Iterable[str]) -> torch.Tensor:
-        """Returns a tensor whose chunks are in memory."""
-        made = unflatten(node, self._arena.tensors({name: self._manifest.tensors[name] for name in names}))
+    def value(self, node: Any) -> Any:
+        """Reads what an object needs, and returns it without views of the memory that was read into."""
+        wanted = tensors_in(node)
+        entries = {name: entry for name, entry in self.manifest.tensors.items() if name in wanted}
+        arena, numbers = Arena(self.manifest.num_bytes), self.manifest.chunks_of(entries)
+        self.fill(arena.chunks(self.manifest, numbers), shared=numbers)
+        return unflatten(node, {name: tensor.clone() for name, tensor in arena.tensors(entries).items()})
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Requests that are read together: neighbours in a shard."""
+
+    shard: _Shard
+    requests: Sequence[_ReadRequest]
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Numbers of their chunks, ascending."""
+        return sorted({number for request in self.requests for number in request.chunks})
+
+    @cached_property
+    def shared(self) -> set[int]:
+        """Those of them that another rank reads too."""
+        return {number for request in self.requests if request.is_shared for number in request.chunks}
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of a window that takes them, with what lies between."""
+        return (self.numbers[-1] + 1 - self.numbers[0]) * self.shard.manifest.chunk_bytes if self.numbers else 0
+
+
+class _Window:
+    """Memory that takes one group after another.
+
+    Args:
+        num_bytes: Length of the longest group.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = map_memory(num_bytes)
+        self._shard: _Shard | None = None
+        self._chunks: dict[int, memoryview] = {}
+
+    def read(self, group: _Group, before: _Window) -> None:
+        """Reads a group; a chunk that the window before holds is copied from there."""
+        manifest, here = group.shard.manifest, memoryview(self._map)
+        self._shard, self._start = group.shard, group.numbers[0] * manifest.chunk_bytes if group.numbers else 0
+        places = {number: number * manifest.chunk_bytes - self._start for number in group.numbers}
+        self._chunks = {number: here[at : at + manifest.data_length(number)] for number, at in places.items()}
+        held = before._chunks.keys() & self._chunks.keys() if before._shard is group.shard else set()
+        for number in held:
+            self._chunks[number][:] = before._chunks[number]
+        unread = {number: chunk for number, chunk in self._chunks.items() if number not in held}
+        group.shard.fill(unread, group.shared)
+
+    def tensor(self, request: _ReadRequest) -> torch.Tensor:
+        """Returns what was requested, in this memory."""
+        place = request.span.start - self._start
+        count = len(request.span) // request.dtype.itemsize
+        flat = (
+            torch.frombuffer(self._map, dtype=request.dtype, count=count, offset=place)
+            if count
+            else torch.empty(0, dtype=request.dtype)
+        )
+        made = unflatten(request.node, {request.name: flat.as_strided(request.lengths, request.strides)})
         if not isinstance(made, torch.Tensor):
             raise CorruptCheckpointError(
                 f"expected a tensor in the tree of a DCP checkpoint, got {type(made).__name__}"
             )
         return made
 
-    def value(self, node: Any) -> Any:
-        """Reads what a node needs, and returns its value without views of the arena."""
-        names = [name for name in self._manifest.tensors if name in tensors_in(node)]
-        entries = {name: self._manifest.tensors[name] for name in names}
-        for entry in entries.values():
-            self.read(_chunks(self._manifest, entry.start, entry.stop))
-        return unflatten(node, {name: tensor.clone() for name, tensor in self._arena.tensors(entries).items()})
 
-    def forget(self, last: range) -> None:
-        """Releases the memory of all chunks before the last one of a range."""
-        end = max(last.start, last.stop - 1)
-        self._arena.release_pages(0, end * self._manifest.chunk_bytes)
-        self._here = {number for number in self._here if number >= end}
+def _load(groups: Sequence[_Group], planner: LoadPlanner) -> None:
+    """Reads groups in turn, one while the one before is copied into the planner's tensors."""
+    num_bytes = max((group.num_bytes for group in groups), default=0)
+    window, other = _Window(num_bytes), _Window(num_bytes)
+    with ThreadPoolExecutor(1, thread_name_prefix="shade-ahead") as ahead:
+        coming = [ahead.submit(window.read, group, other) for group in groups[:1]]
+        for group, following in zip_longest(groups, groups[1:]):
+            coming.pop().result()
+            if following is not None:
+                coming.append(ahead.submit(other.read, following, window))
+            for request in group.requests:
+                _copy(window.tensor(request), request.item, planner)
+            window, other = other, window
 
 
-def _read_request(manifest: Manifest, item: ReadItem, node: Any) -> _ReadRequest:
+def _read_request(manifest: Manifest, item: ReadItem, node: Any, is_shared: bool) -> _ReadRequest:
     """Returns what an item needs: from the first byte of its part of the saved piece to the last."""
     named = tensors_in(node)
-    names = tuple(name for name in manifest.tensors if name in named)
+    names = [name for name in manifest.tensors if name in named]
     if len(names) != 1:
         raise CorruptCheckpointError(
             f"expected the piece {tensor_key(item.storage_index)!r} in one tensor, got {names}"
         )
-    entry = manifest.tensors[names[0]]
-    num_bytes, sizes = entry.stop - entry.start, list(entry.shape)
-    if len(sizes) == len(item.lengths) + 1:  # complex numbers are stored as pairs
-        sizes.pop()
-    if len(sizes) != len(item.lengths) or any(
-        offset + length > size for offset, length, size in zip(item.storage_offsets, item.lengths, sizes, strict=True)
+    (name,) = names
+    entry = manifest.tensors[name]
+    sizes, pair = entry.shape[: len(item.lengths)], entry.shape[len(item.lengths) :]  # complex numbers may be pairs
+    if (
+        len(sizes) != len(item.lengths)
+        or len(pair) > 1
+        or any(
+            offset + length > size
+            for offset, length, size in zip(item.storage_offsets, item.lengths, sizes, strict=True)
+        )
     ):
         raise StateMismatchError.of(
-            f"a part of {sizes} of {item.storage_index.fqn!r}", list(item.lengths), "load as saved"
+            f"a part of {list(sizes)} of {item.storage_index.fqn!r}", list(item.lengths), "load as saved"
         )
-    if not num_bytes or not item.lengths.numel():
-        return _ReadRequest(item, node, names, range(0))
-    width = num_bytes // math.prod(sizes)
-    first = last = 0
-    for offset, length, size in zip(item.storage_offsets, item.lengths, sizes, strict=True):
-        first, last = first * size + offset, last * size + offset + length - 1
-    chunks = _chunks(manifest, entry.start + first * width, entry.start + (last + 1) * width)
-    return _ReadRequest(item, node, names, chunks)
+    dtype, lengths = torch_dtype(entry.dtype), (*item.lengths, *pair)
+    strides = [1]
+    for size in reversed(entry.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    first = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=False))
+    last = first + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=False))
+    start = entry.start + first * dtype.itemsize
+    span = range(start, entry.start + (last + 1) * dtype.itemsize) if math.prod(lengths) else range(start, start)
+    return _ReadRequest(
+        item, node, name, dtype, span, lengths, tuple(strides[: len(lengths)]), _chunks(manifest, span), is_shared
+    )
 
 
-def _chunks(manifest: Manifest, start: int, stop: int) -> range:
+def _chunks(manifest: Manifest, span: range) -> range:
     """Returns the numbers of the chunks that hold these bytes."""
-    return range(start // manifest.chunk_bytes, -(-stop // manifest.chunk_bytes)) if start < stop else range(0)
+    return range(span.start // manifest.chunk_bytes, -(-span.stop // manifest.chunk_bytes)) if span else range(0)
 
 
-def _windows(requests: Sequence[_ReadRequest]) -> Iterator[list[_ReadRequest]]:
+def _grouped(shard: _Shard, requests: Sequence[_ReadRequest]) -> list[_Group]:
     """Groups ascending requests that need about `WINDOW_CHUNKS` together, at least one each."""
-    window: list[_ReadRequest] = []
+    groups: list[list[_ReadRequest]] = []
     for request in requests:
-        if window and request.chunks.stop - window[0].chunks.start > WINDOW_CHUNKS:
-            yield window
-            window = []
-        window.append(request)
-    if window:
-        yield window
+        if not groups or request.chunks.stop - groups[-1][0].chunks.start > WINDOW_CHUNKS:
+            groups.append([])
+        groups[-1].append(request)
+    return [_Group(shard, group) for group in groups]
 
 
 def _copy(saved: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
     """Copies the requested part of a saved piece into the planner's tensor."""
-    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        saved = saved.narrow(dimension, offset, length)
     target = planner.resolve_tensor(item).detach()
     if target.shape != saved.shape:
         raise StateMismatchError.of(

@@ -53,6 +53,14 @@ _PIECE_BYTES: Final = 16 * 2**20
 logger = logging.getLogger("shade.checkpoint")
 
 
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """Returns new memory, in huge pages where the kernel has them; pages that are never written cost nothing."""
+    mapped = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
 class Arena:
     """Memory for one shard's data; its tensors keep it alive.
 
@@ -61,9 +69,7 @@ class Arena:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._map = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = map_memory(num_bytes)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
 
     def copy_from(self, data: torch.Tensor, entries: Iterable[TensorEntry]) -> None:
@@ -76,10 +82,10 @@ class Arena:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
             list(pool.map(take, _pieces(entries)))
 
-    def chunk(self, manifest: Manifest, number: int) -> memoryview:
-        """Returns the memory of a chunk, to be written."""
-        start = number * manifest.chunk_bytes
-        return memoryview(self._map)[start : min(start + manifest.chunk_bytes, manifest.num_bytes)]
+    def chunks(self, manifest: Manifest, numbers: Iterable[int]) -> dict[int, memoryview]:
+        """Returns the memory of chunks, to be written, by number."""
+        here, length = memoryview(self._map), manifest.chunk_bytes
+        return {number: here[number * length : number * length + manifest.data_length(number)] for number in numbers}
 
     def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         """Returns tensors in this memory, by name; each has a storage of its own."""
@@ -299,7 +305,7 @@ class _Attempt:
             numbers = manifest.chunks_of(wanted)
             mapped = self._reader.in_place(self._snapshot, manifest, numbers)
             if mapped is None:
-                fill_arena(self._reader, self._snapshot, manifest, arena, numbers)
+                fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, numbers))
             else:
                 data = torch.frombuffer(mapped, dtype=torch.uint8)
                 borrowable = self._borrowable(manifest.tree)
@@ -332,7 +338,7 @@ class _Attempt:
             batch = numbers[first : first + _BATCH]
             try:
                 if mine:
-                    fill_arena(self._reader, self._snapshot, manifest, arena, batch)
+                    fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, batch))
             except (CheckpointError, StoreError, StorageError) as error:
                 failure = str(error)
             self._check(failure)
@@ -368,23 +374,37 @@ def describe_loss(bounds: Mapping[str, Bound]) -> str:
     )
 
 
-def fill_arena(reader: Reader, snapshot: Snapshot, manifest: Manifest, arena: Arena, numbers: Sequence[int]) -> None:
-    """Reads verified, decoded chunks to their place in the arena; without a codec straight from the tier.
+def fill(
+    reader: Reader,
+    snapshot: Snapshot,
+    manifest: Manifest,
+    buffers: Mapping[int, memoryview],
+    shared: Collection[int] = (),
+) -> None:
+    """Reads verified, decoded chunks into the caller's memory; without a codec straight from the tier.
 
-    Raises CorruptCheckpointError if a chunk is lost in every copy.
+    Args:
+        reader: The tiers.
+        snapshot: The snapshot.
+        manifest: The shard's manifest.
+        buffers: Memory for each chunk, by number.
+        shared: Chunks that other processes of this machine read too: the page cache gives them to all.
+
+    Raises:
+        CorruptCheckpointError: A chunk is lost in every copy; the content of the buffers is undefined.
     """
+    numbers = list(buffers)
     parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
     shard = ShardDecoder(reader, snapshot, manifest)
 
-    def fill(part: Sequence[int]) -> None:
-        if manifest.codec == "none":
-            reader.fill(snapshot, manifest, part, [arena.chunk(manifest, number) for number in part])
-            return
-        for number, data in shard.chunks(part).items():
-            arena.chunk(manifest, number)[:] = data
+    def fill_part(part: Sequence[int]) -> None:
+        alone = [number for number in part if manifest.codec == "none" and number not in shared]
+        reader.fill(snapshot, manifest, alone, [buffers[number] for number in alone])
+        for number, data in shard.chunks([number for number in part if number not in alone]).items():
+            buffers[number][:] = data
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
-        list(pool.map(fill, parts))
+        list(pool.map(fill_part, parts))
 
 
 def read_newest_alone(

@@ -145,12 +145,12 @@ class StorageTier(Tier):
         buffers: Sequence[memoryview],
         copy: int = 0,
     ) -> list[bool]:
-        # Each chunk goes straight to its destination, without a copy.
+        # Each chunk goes straight to its destination, without a copy where the volume can do so.
         name, bounds = _data_name(place, manifest), _chunk_bounds(manifest)
         found = []
         for number, buffer in zip(numbers, buffers, strict=True):
             try:
-                self._volume.read_into(name, bounds[number], buffer)
+                self._volume.read_directly(name, bounds[number], buffer)
                 found.append(True)
             except StorageError as error:
                 logger.warning("%s", error)

@@ -101,8 +101,9 @@ class Tier(ABC):
         buffers: Sequence[memoryview],
         copy: int = 0,
     ) -> list[bool]:
-        """Reads chunks into the caller's buffers, one per chunk, of its stored length; tiers that can do so without a
-        copy override it. Returns whether each buffer holds the unverified chunk; otherwise its content is undefined."""
+        """Reads chunks into the caller's buffers, one per chunk, of its stored length: for chunks that no other process
+        reads. Tiers that can do so without a copy override it. Returns whether each buffer holds the unverified chunk;
+        otherwise its content is undefined."""
         found = []
         for buffer, content in zip(buffers, self.read_chunks(place, manifest, numbers, copy), strict=True):
             fits = content is not None and len(content) == len(buffer)

@@ -298,6 +298,10 @@ class DiskView:
         return found
 
     @override
+    def read_directly(self, path: str, start: int, buffer: memoryview) -> int:
+        return self.read_into(path, start, buffer)
+
+    @override
     def entries(self, path: str) -> list[tuple[str, bool]]:
 
         def whole() -> list[tuple[str, bool]]:

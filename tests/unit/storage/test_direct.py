@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shade.storage import directory
-from shade.storage.directory import ALIGNMENT, GATHER_BYTES, DirectFile
+from shade.storage.directory import ALIGNMENT, GATHER_BYTES, DirectFile, OSFileOperations
 
 
 @pytest.fixture
@@ -132,3 +132,80 @@ def test_short_writes_are_continued(memory: memoryview, monkeypatch: pytest.Monk
     monkeypatch.setattr(directory.os, "pwrite", half)
     write_all(tmp_path / "file", [memory, memory[1:5000]])
     assert (tmp_path / "file").read_bytes() == bytes(memory) + bytes(memory[1:5000])
+
+
+class Reads:
+    """Stands before the kernel: counts bytes by how they were read, and refuses `O_DIRECT` at one of two places."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: str = "") -> None:
+        self.direct_bytes = self.cached_bytes = 0
+        real_open, real_read = os.open, os.preadv
+
+        def open_(path: str, flags: int, *rest: int) -> int:
+            if refuse == "open" and flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real_open(path, flags, *rest)
+
+        def preadv(file: int, buffers: list[memoryview], offset: int) -> int:
+            is_direct = bool(directory.fcntl.fcntl(file, directory.fcntl.F_GETFL) & os.O_DIRECT)
+            if refuse == "read" and is_direct:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            num_bytes = real_read(file, buffers, offset)
+            self.direct_bytes += num_bytes * is_direct
+            self.cached_bytes += num_bytes * (not is_direct)
+            return num_bytes
+
+        monkeypatch.setattr(directory.os, "open", open_)
+        monkeypatch.setattr(directory.os, "preadv", preadv)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("refuse", ["", "open", "read"])
+@pytest.mark.parametrize(
+    ("start", "length", "shift"),
+    [
+        (0, 4 * MIB, 0),
+        (ALIGNMENT, 4 * MIB - ALIGNMENT, 0),
+        (ALIGNMENT, 3 * MIB + 5, 0),
+        (ALIGNMENT, 3 * MIB, 1),
+        (5, 3 * MIB, 0),
+        (8 * MIB, 4 * MIB, 0),
+        (9 * MIB, 2 * MIB, 0),
+        (0, 300, 0),
+    ],
+)
+def test_reading_directly_gives_the_bytes_of_the_file(
+    memory: memoryview,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start: int,
+    length: int,
+    shift: int,
+    refuse: str,
+) -> None:
+    path = tmp_path / "file"
+    whole = os.urandom(9 * MIB + 4321)
+    path.write_bytes(whole)
+    is_direct = can_be_direct(tmp_path) and not refuse
+    reads, expected = Reads(monkeypatch, refuse), whole[start : start + length]
+    buffer = memory[shift : shift + length]
+    assert OSFileOperations().read_directly(str(path), start, buffer) == len(expected)
+    assert buffer[: len(expected)] == expected
+    assert reads.direct_bytes + reads.cached_bytes == len(expected)
+    if is_direct and start % ALIGNMENT == shift == 0 and length >= MIB:
+        assert reads.cached_bytes < ALIGNMENT
+
+
+def test_an_error_of_the_disk_is_not_taken_for_a_refusal(
+    memory: memoryview, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(2 * MIB))
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(directory.os, "preadv", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        OSFileOperations().read_directly(str(tmp_path / "file"), 0, memory[: 2 * MIB])

@@ -20,7 +20,8 @@ Method
     memory      from the call until own memory holds the snapshot (with --store: the server's), committed.
     durable     from the call until it is on the disk, synced. What a library leaves in the page cache is synced for it.
     written     what the kernel counts as written to storage, over the state's size; without a server's flusher.
-    recovery    in a new process, until the state is loaded; once a model.
+    recovery    in a new process, until the state is loaded; once a model. Its free memory has been touched: what a
+                method left of its own pages would decide else (`measures.touch_free_memory`).
     read        what that reads, over the state's size, as the kernel counts it: the page cache's part included, and
                 what ranks exchange.
     equal       "bit", where all digests are those of the reference, or the largest difference as a part of its

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import math
+import mmap
 import multiprocessing
 import os
 import platform
@@ -42,6 +43,14 @@ def forget(folder: Path) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
+
+
+def touch_free_memory(num_bytes: int) -> None:
+    """Touches so much new memory, and gives it back. A virtual machine's host may take memory that is free for seconds,
+    and whoever touches it next waits for the host: after a `forget` of many bytes nobody does, else everybody."""
+    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        for place in range(0, num_bytes, mmap.PAGESIZE):
+            memory[place] = 1
 
 
 def written_bytes(folder: Path) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measures import Children, in_children, read_bytes, written_bytes
+from measures import Children, in_children, read_bytes, touch_free_memory, written_bytes
 from strategy_methods import METHODS, with_store
 from strategy_models import batches, build, optimizer_of
 
@@ -31,6 +31,8 @@ FIRST_STEPS = 5
 """Of a training, before its first turn."""
 ENOUGH_SECONDS = 6.0
 """No further pair is begun after so long."""
+FREE_BYTES = 4 * 2**30
+"""Free memory that is touched before a restore, by all ranks together."""
 PATIENCE_SECONDS = 300
 """A rank that waits for another one so long gives up."""
 
@@ -270,6 +272,9 @@ def restore(name: str, given: Any, folder: Path, reference: Path) -> dict[str, A
         its tensor's largest number.
     """
     training = Training(METHODS[name], given.model, given.size, given.data, seed=1)
+    touch_free_memory(FREE_BYTES // given.ranks)
+    if dist.is_initialized():
+        dist.barrier()
     read, begun = read_bytes(), time.perf_counter()
     METHODS[name].restore(training.model, training.optimizer, folder)
     figures = {"recovery": time.perf_counter() - begun, "read_bytes": read_bytes() - read}

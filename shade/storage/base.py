@@ -58,7 +58,7 @@ class Volume(ABC):
         short."""
 
     def read_directly(self, name: str, start: int, buffer: memoryview) -> None:
-        """As `read_into`, past the page cache where there is one: for much that nobody else reads soon."""
+        """As `read_into`, past the page cache where there is one: for long ranges that no other process reads soon."""
         self.read_into(name, start, buffer)
 
     @abstractmethod

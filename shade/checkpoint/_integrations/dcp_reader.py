@@ -129,7 +129,8 @@ class ShadeReader(StorageReader):
         self._snapshot, manifest = self._choose()
         self._manifests = {}
         shard = _Shard(self._tiers(), self._snapshot, manifest)
-        return from_plain(shard.value(parts_of(manifest.tree).plan))
+        (plan,) = shard.values([parts_of(manifest.tree).plan])
+        return from_plain(plan)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Stores which rank's shard holds each item."""
@@ -229,19 +230,23 @@ class ShadeReader(StorageReader):
             self._manifests[rank] = manifest, parts_of(manifest.tree)
         manifest, parts = self._manifests[rank]
         shard = _Shard(self._tiers(), snapshot, manifest)
-        requests = []
+        objects, requests = [], []
         for item in items:
-            if item.type is LoadItemType.BYTE_IO:
-                node = parts.objects.get(item.storage_index.fqn)
-                if node is None:
-                    raise _missing_piece(item)
-                (value,) = shard.value(node)
-                _deliver(planner, item, value)
+            is_object = item.type is LoadItemType.BYTE_IO
+            node = (
+                parts.objects.get(item.storage_index.fqn)
+                if is_object
+                else parts.tensors.get(tensor_key(item.storage_index))
+            )
+            if node is None:
+                raise _missing_piece(item)
+            if is_object:
+                objects.append((item, node))
             else:
-                node = parts.tensors.get(tensor_key(item.storage_index))
-                if node is None:
-                    raise _missing_piece(item)
                 requests.append(_read_request(manifest, item, node, item.storage_index in shared))
+        values = shard.values([node for _, node in objects])
+        for (item, _), (value,) in zip(objects, values, strict=True):
+            _deliver(planner, item, value)
         return _grouped(shard, sorted(requests, key=lambda request: request.chunks.start))
 
 
@@ -257,13 +262,18 @@ class _Shard:
         """Reads chunks, by number, into the caller's memory; see `fill`."""
         fill(self.reader, self.snapshot, self.manifest, buffers, shared)
 
-    def value(self, node: Any) -> Any:
-        """Reads what an object needs, and returns it without views of the memory that was read into."""
-        wanted = tensors_in(node)
-        entries = {name: entry for name, entry in self.manifest.tensors.items() if name in wanted}
+    def values(self, nodes: Sequence[Any]) -> list[Any]:
+        """Reads what objects need, and returns them without views of the memory that was read into."""
+        wanted = [tensors_in(node) for node in nodes]
+        everything = set().union(*wanted)
+        entries = {name: entry for name, entry in self.manifest.tensors.items() if name in everything}
         arena, numbers = Arena(self.manifest.num_bytes), self.manifest.chunks_of(entries)
         self.fill(arena.chunks(self.manifest, numbers), shared=numbers)
-        return unflatten(node, {name: tensor.clone() for name, tensor in arena.tensors(entries).items()})
+        tensors = arena.tensors(entries)
+        return [
+            unflatten(node, {name: tensors[name].clone() for name in names & tensors.keys()})
+            for node, names in zip(nodes, wanted, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

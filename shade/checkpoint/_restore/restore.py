@@ -399,9 +399,12 @@ def fill(
 
     def fill_part(part: Sequence[int]) -> None:
         alone = [number for number in part if manifest.codec == "none" and number not in shared]
-        reader.fill(snapshot, manifest, alone, [buffers[number] for number in alone])
-        for number, data in shard.chunks([number for number in part if number not in alone]).items():
-            buffers[number][:] = data
+        others = [number for number in part if number not in alone]
+        if alone:
+            reader.fill(snapshot, manifest, alone, [buffers[number] for number in alone])
+        if others:
+            for number, data in shard.chunks(others).items():
+                buffers[number][:] = data
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
         list(pool.map(fill_part, parts))

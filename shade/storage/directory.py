@@ -176,6 +176,8 @@ class OSFileOperations(FileOperations):
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
+        if done and done == len(buffer):
+            return done
         return done + _read(path, 0, start + done, buffer[done:])
 
     @override

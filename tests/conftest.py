@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,11 @@ PASSWORD = "s3cr€t p@ss:/#?word"
 WRONG = "wr0ng"
 CREDENTIALS = {"ca": "ca.crt", "cert": "node.crt", "key": "node.key"}
 REPOSITORY = Path(__file__).parent.parent
+
+
+# A shell's background job ignores Ctrl-C, and so would every program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # How long an example takes says how busy the machine is.

@@ -228,8 +228,9 @@ def report(results: Results) -> str:
     lines += ["equal reads ± its standard error; bold: below it by two standard errors."]
     for keep in sorted({keep for key, keep in reads if not whole[key, keep]}):
         lines += ["", f"keep {keep:g} is not finished, and not shown."]
+    shown = [key for key in whole if whole[key]]
     for keep in KEEPS:
-        lines += ["", *_verdict(found, [key for key in whole if whole[key]], keep)]
+        lines += ["", *_verdict(found, shown, keep)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -247,10 +248,10 @@ def _verdict(found: Errors, keys: list[tuple[str, float]], keep: float) -> list[
     if (BASE, 1.0) not in keys or ("loss", keep) not in keys:
         return []
 
-    def relative(way: str, keep: float) -> list[float]:
+    def relative(way: str, kept: float) -> list[float]:
         cells = importance_tasks.CELLS
         return [
-            statistics.fmean(found[cell, way, keep][seed] / found[cell, BASE, 1.0][seed] for cell in cells)
+            statistics.fmean(found[cell, way, kept][seed] / found[cell, BASE, 1.0][seed] for cell in cells)
             for seed in SEEDS
         ]
 

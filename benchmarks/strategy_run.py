@@ -272,9 +272,11 @@ def restore(name: str, given: Any, folder: Path, reference: Path) -> dict[str, A
         its tensor's largest number.
     """
     training = Training(METHODS[name], given.model, given.size, given.data, seed=1)
-    touch_free_memory(FREE_BYTES // given.ranks)
     if dist.is_initialized():
+        touch_free_memory(FREE_BYTES // dist.get_world_size())
         dist.barrier()
+    else:
+        touch_free_memory(FREE_BYTES)
     read, begun = read_bytes(), time.perf_counter()
     METHODS[name].restore(training.model, training.optimizer, folder)
     figures = {"recovery": time.perf_counter() - begun, "read_bytes": read_bytes() - read}

@@ -102,7 +102,7 @@ class FileOperations(Protocol):
 
     def read_directly(self, path: str, start: int, buffer: memoryview) -> int:
         """As `read_into`, past the page cache where that is possible."""
-        return self.read_into(path, start, buffer)
+        ...
 
     def entries(self, path: str) -> list[tuple[str, bool]]:
         """Lists the names in a folder, each with whether it is a folder; none for a missing folder."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ from shade.checkpoint import Checkpointer
 from shade.checkpoint._format.manifest import CHUNK_BYTES
 from shade.checkpoint.dcp import ShadeReader, ShadeWriter
 from shade.errors import ConfigError, StateMismatchError
-from shade.storage.directory import DirectoryVolume
 from tests.differential.checkpoint_checks import difference
 from tests.differential.checkpoint_processes import Say, in_processes
+from tests.support.counted_reads import counted_reads
 from tests.support.states import assert_same
 
 pytestmark = pytest.mark.multiprocess
@@ -132,24 +130,6 @@ def test_a_name_that_one_rank_has_not_attached_is_named_on_both(tmp_path: Path) 
     assert all("names of what is attached" in each for each in in_processes(2, restore, tmp_path / "meeting"))
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[list[int]]:
-    """The lengths of what this rank reads of shards in storage."""
-    lengths: list[int] = []
-
-    def counting(read: Callable[..., None]) -> Callable[..., None]:
-        def reading(volume: DirectoryVolume, name: str, start: int, buffer: memoryview) -> None:
-            lengths.append(len(buffer))
-            read(volume, name, start, buffer)
-
-        return reading
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("read_into", "read_directly"):
-            patch.setattr(DirectoryVolume, name, counting(getattr(DirectoryVolume, name)))
-        yield lengths
-
-
 WIDTH = 1030
 """A layer of so many squared float32 is a little longer than a chunk."""
 
@@ -167,13 +147,13 @@ def test_bytes_in_storage_are_read_once_for_all_ranks(num_ranks: int, tmp_path: 
             checkpointer.attach(**saved)
             checkpointer.save()
             checkpointer.wait_durable()
-        with opened(tmp_path) as checkpointer, counted() as read:
+        with opened(tmp_path) as checkpointer, counted_reads() as read:
             other = made(1)
             checkpointer.attach(**other)
             restored = checkpointer.restore_latest()
             assert restored.tiers == ("storage",)
             assert not difference(other["model"].state_dict(), saved["model"].state_dict())
-            say((sum(read), restored.num_bytes))
+            say((sum(read.values()), restored.num_bytes))
 
     said = in_processes(num_ranks, restore, tmp_path / "meeting")
     num_bytes = said[0][1]
@@ -201,10 +181,10 @@ def test_a_rank_of_a_sharded_job_reads_its_part_and_little_else(num_ranks: int, 
         with ShadeWriter(persist_to=tmp_path / "storage", run="ranks") as writer:
             dcp.save(saved, storage_writer=writer, checkpoint_id="1")
             dist.barrier()
-        with counted() as read, ShadeReader(persist_to=tmp_path / "storage", run="ranks") as reader:
+        with counted_reads() as read, ShadeReader(persist_to=tmp_path / "storage", run="ranks") as reader:
             dcp.load(other, storage_reader=reader)
         assert_same(here(other), here(saved))
-        say((sum(read), sum(each.nbytes for each in here(saved).values() if torch.is_tensor(each))))
+        say((sum(read.values()), sum(each.nbytes for each in here(saved).values() if torch.is_tensor(each))))
 
     def here(state: dict[str, Any]) -> dict[str, Any]:
         parts, _ = flatten_state_dict(state)

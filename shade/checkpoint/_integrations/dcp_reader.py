@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from types import TracebackType
 from typing import Any, Final
 
@@ -145,9 +145,12 @@ class ShadeReader(StorageReader):
         if len({plan.storage_data for plan in plans}) > 1:
             cure = "name one: checkpoint_id='120', or step=120; and see that all ranks reach the same places"
             raise CheckpointError.of("the same newest snapshot on every rank", "different ones", cure)
-        readers = Counter(piece for plan in plans for piece in {item.storage_index for item in plan.items})
-        shared = frozenset(piece for piece, count in readers.items() if count > 1)
-        return [replace(plan, storage_data=shared) for plan in plans]
+        wanted = [{item.storage_index for item in plan.items} for plan in plans]
+        readers = Counter(chain.from_iterable(wanted))
+        return [
+            replace(plan, storage_data={piece for piece in pieces if readers[piece] > 1})
+            for plan, pieces in zip(plans, wanted, strict=True)
+        ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads this rank's items; done when it returns."""
@@ -230,22 +233,19 @@ class ShadeReader(StorageReader):
             self._manifests[rank] = manifest, parts_of(manifest.tree)
         manifest, parts = self._manifests[rank]
         shard = _Shard(self._tiers(), snapshot, manifest)
-        objects, requests = [], []
-        for item in items:
-            is_object = item.type is LoadItemType.BYTE_IO
-            node = (
-                parts.objects.get(item.storage_index.fqn)
-                if is_object
-                else parts.tensors.get(tensor_key(item.storage_index))
+        objects = [item for item in items if item.type is LoadItemType.BYTE_IO]
+        requests = [
+            _read_request(
+                manifest,
+                item,
+                _node(parts.tensors, tensor_key(item.storage_index), item),
+                is_shared=item.storage_index in shared,
             )
-            if node is None:
-                raise _missing_piece(item)
-            if is_object:
-                objects.append((item, node))
-            else:
-                requests.append(_read_request(manifest, item, node, item.storage_index in shared))
-        values = shard.values([node for _, node in objects])
-        for (item, _), (value,) in zip(objects, values, strict=True):
+            for item in items
+            if item.type is not LoadItemType.BYTE_IO
+        ]
+        values = shard.values([_node(parts.objects, item.storage_index.fqn, item) for item in objects])
+        for item, (value,) in zip(objects, values, strict=True):
             _deliver(planner, item, value)
         return _grouped(shard, sorted(requests, key=lambda request: request.chunks.start))
 
@@ -309,6 +309,7 @@ class _Window:
     def __init__(self, num_bytes: int) -> None:
         self._map = map_memory(num_bytes)
         self._shard: _Shard | None = None
+        self._start = 0
         self._chunks: dict[int, memoryview] = {}
 
     def read(self, group: _Group, before: _Window) -> None:
@@ -429,6 +430,14 @@ def _deliver(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
         set_element(planner.original_state_dict, planner.mappings[item.dest_index.fqn], value)
     else:
         planner.state_dict[item.dest_index.fqn] = value
+
+
+def _node(nodes: Mapping[str, Any], name: str, item: ReadItem) -> Any:
+    """Returns the skeleton of what an item needs; raises CorruptCheckpointError if the shard lacks it."""
+    node = nodes.get(name)
+    if node is None:
+        raise _missing_piece(item)
+    return node
 
 
 def _missing_piece(item: ReadItem) -> CorruptCheckpointError:

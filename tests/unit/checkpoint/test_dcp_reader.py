@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from shade.checkpoint._format.manifest import CHUNK_BYTES
 from shade.checkpoint._integrations import dcp_reader
 from shade.checkpoint.dcp import ShadeReader, ShadeWriter
-from shade.storage.directory import DirectoryVolume
+from tests.support.counted_reads import counted_reads
 
 RUN = f"run-{os.getpid()}"
 """A run id is locked on the machine, and pytest-xdist runs tests in several processes."""
@@ -92,20 +91,7 @@ def test_any_parts_through_small_windows(
         assert torch.equal(as_bytes(loaded[name]), as_bytes(tensor)), name
 
 
-def test_pieces_that_several_ranks_read_come_through_the_page_cache_and_others_past_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: dict[str, int] = {"read_into": 0, "read_directly": 0}
-
-    def counting(name: str, before: Callable[..., None]) -> Callable[..., None]:
-        def counted(volume: DirectoryVolume, file: str, start: int, buffer: memoryview) -> None:
-            read[name] += len(buffer)
-            before(volume, file, start, buffer)
-
-        return counted
-
-    for name in read:
-        monkeypatch.setattr(DirectoryVolume, name, counting(name, getattr(DirectoryVolume, name)))
+def test_pieces_that_several_ranks_read_come_through_the_page_cache_and_others_past_it(tmp_path: Path) -> None:
     saved = {"everybody": torch.rand(3 * CHUNK_BYTES // 4), "mine": torch.rand(5 * CHUNK_BYTES // 4)}
     with ShadeWriter(persist_to=tmp_path, run=RUN) as writer:
         dcp.save(saved, storage_writer=writer, checkpoint_id="1")
@@ -118,7 +104,7 @@ def test_pieces_that_several_ranks_read_come_through_the_page_cache_and_others_p
         mine = reader.prepare_local_plan(planner.create_local_plan())
         other = replace(mine, items=[item for item in mine.items if item.storage_index.fqn == "everybody"])
         plan, _ = reader.prepare_global_plan([mine, other])
-        read.update(read_into=0, read_directly=0)
-        reader.read_data(plan, planner).wait()
+        with counted_reads() as read:
+            reader.read_data(plan, planner).wait()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     assert read == {"read_into": 3 * CHUNK_BYTES, "read_directly": 5 * CHUNK_BYTES}

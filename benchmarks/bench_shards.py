@@ -32,7 +32,7 @@ import numpy as np
 from typing_extensions import override
 
 from shade import Shards
-from shade.data._dataset.origin import ByteRange, FileOrigin, Place
+from shade.data._origin.origin import ByteRange, FileOrigin, FileOrRange
 from shade.data._shards import blocks, index
 
 BATCH, SAMPLE_BYTES, PER_SHARD = 64, 100_000, 500
@@ -51,7 +51,7 @@ class PlayedLink(FileOrigin):
         self._turn, self._free = threading.Lock(), 0.0
 
     @override
-    def _content(self, path: Place) -> bytes:
+    def _content(self, path: FileOrRange) -> bytes:
         content = super()._content(path)
         time.sleep(LATENCY_SECONDS)
         with self._turn:

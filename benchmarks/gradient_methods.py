@@ -255,7 +255,7 @@ class Engine(Method):
     def build_steering(self) -> Any:
         """The controller on rank 0, which listens at its own address on the link."""
         from shade.control.controller import Controller
-        from shade.train.replica import ControlClient
+        from shade.train.control_client import ControlClient
 
         given = {"density": self.settings.density, "staleness": self.settings.staleness}
         return ControlClient(self.engine, lambda num_ranks: Controller(num_ranks, **given), os.environ["MASTER_ADDR"])

@@ -67,7 +67,7 @@ def metrics() -> str:
     from shade.cache.ledger import FIELDS
     from shade.checkpoint._preemption.recovery_estimate import MEANING as RECOVERY
     from shade.gradient._engine.meter import COUNTS
-    from shade.train.record import MEANING
+    from shade.train.exposition import MEANING
 
     cache = {name: meaning for name, meaning in FIELDS.items() if name in MEANING}
     run = {name: meaning for name, meaning in MEANING.items() if name not in {*cache, *COUNTS}}

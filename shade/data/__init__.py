@@ -31,8 +31,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from shade.data._dataset.dataset import ShadeDataset
-    from shade.data._dataset.source import RemoteImageFolder
     from shade.data._loader.loader import ShadeLoader
+    from shade.data._origin.remote_image_folder import RemoteImageFolder
     from shade.data._sampler.mixture import MixtureReceipt, MixtureSampler
     from shade.data._sampler.packed import PackedDataset, cu_seqlens
     from shade.data._sampler.sampler import ForgottenCallWarning, ShadeSampler
@@ -43,7 +43,7 @@ else:
         __name__,
         {
             "shade.data._dataset.dataset": ["ShadeDataset"],
-            "shade.data._dataset.source": ["RemoteImageFolder"],
+            "shade.data._origin.remote_image_folder": ["RemoteImageFolder"],
             "shade.data._loader.loader": ["ShadeLoader"],
             "shade.data._sampler.mixture": ["MixtureReceipt", "MixtureSampler"],
             "shade.data._sampler.packed": ["PackedDataset", "cu_seqlens"],

@@ -4,8 +4,9 @@ Read `base` (what a score is), `scores` (the three there are), then `table`.
 """
 
 from shade.importance.base import SCORES, ScoreStrategy
+from shade.importance.merge import ScoreMerger
 from shade.importance.scores import GradNormScore, LossScore, RankScore, last_layer_norm
-from shade.importance.table import ImportanceTable, ScoreMerger, ScoreSnapshot
+from shade.importance.table import ImportanceTable, ScoreSnapshot
 
 __all__ = [
     "SCORES",

@@ -3,155 +3,26 @@
 Without flags, snapshots go into the run directory. Each of several machines has its own, so there rank 0 alone saves
 what all ranks hold alike, and sends it to the others when the run resumes. No shared file system is needed, as for
 everything else that the session writes.
-
-Where samples and snapshots share servers' memory, samples yield to snapshots, never the reverse. A run resumes from a
-snapshot; a sample in the cache saves one read. So before a save all ranks together, after the same step, reduce the
-cache's capacity by the missing bytes. The policy names the entries of least use; they are gone before the first byte
-of the snapshot is sent, and nothing takes their place. Only rank 0 looks at the servers and shares what it found, so
-the ranks' plans stay equal.
-
-The capacity is set again when an epoch begins, because a plan is made then anyway:
-
-* A save falls due in the epoch: samples get the memory that is left when that save is in memory, so that the plan of
-  the epoch fits from the start. Slots keep their bytes from save to save: a run that saves often reaches a balance
-  after its first saves, and then deletes nothing.
-* None does: slots whose snapshots are in storage, and are not the newest, are emptied, and samples get everything.
-
-(docs/decisions/0014-one-memory.md.) If a cluster is full of other data, a save goes to storage; the async writer logs
-it. Price: at a save one exchange between the ranks and a few requests by rank 0; nothing where the servers are not the
-same, or have no limit. Invariant: samples and the snapshot to come fit together when its first byte is sent, or there
-are no samples left.
-
-Story: the capacity of a rank also depends on its job's share among other jobs (`shade.cache.sharing`). A thread of each
-rank learns it at its own time. Two ranks once read that here, between two updates; one saw a reason to divide and the
-other did not, and each waited for the other in another collective. So only `allowed_bytes` decides: `resize` alone
-changes it, on all ranks alike.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import secrets
 from collections.abc import Mapping
 from concurrent.futures import wait
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 from shade.cache.cache import SampleCache
 from shade.checkpoint._commit.protocol import current_group
 from shade.checkpoint._save.async_writer import SaveHandle
 from shade.checkpoint._session.checkpointer import Checkpointer
-from shade.checkpoint._tiers.memory import MemoryTier
 from shade.config import RunConfig
-from shade.errors import ConfigError, StoreError
+from shade.errors import ConfigError
+from shade.train.one_memory import OneMemory
 from shade.types import Stateful
 
-_ROUNDS: Final = 5
-LANDING_SECONDS: Final = 5.0
-"""Longest wait of an epoch's beginning for the save in flight, whose slots may then be emptied."""
-
 logger = logging.getLogger("shade.train")
-
-
-class OneMemory:
-    """Divides the servers' memory. Collective, as are its methods.
-
-    Args:
-        cache: The cache of samples.
-        tier: The memory tier of snapshots.
-        flushed: Whether a flusher takes snapshots to storage.
-    """
-
-    def __init__(self, cache: SampleCache, tier: MemoryTier, *, flushed: bool) -> None:
-        self._cache, self._tier, self._flushed = cache, tier, flushed
-        self._group = current_group()
-        self._shard_bytes: list[int] = []
-        self._divided = bool(self._group.share(self._is_one() if self._group.rank == 0 else None))
-
-    def _is_one(self) -> bool:
-        """Returns whether samples and snapshots share servers that have a memory limit: writes a key and reads it."""
-        key = f"shade:checkpoint:{self._tier.run}:{secrets.token_hex(8)}"
-        try:
-            if self._tier.spare_bytes(()) is None:
-                return False
-            self._tier.store.set_many({key: b"here"})
-            found = self._cache.store.get_many([key]) == [b"here"]
-            self._tier.store.delete_many([key])
-        except StoreError as error:
-            logger.debug("not known whether samples and snapshots share a memory: %s", error)
-            return False
-        return found
-
-    def make_room(self, num_bytes: int) -> None:
-        """Makes samples yield to this rank's shard. On every rank after the same step, before the save begins."""
-        if self._divided:
-            self._shard_bytes = self._group.gather(num_bytes)
-            self._divide(self._shard_bytes, at_most=self._cache.allowed_bytes)
-
-    def begin_epoch(self, *, due: bool, latest: SaveHandle | None) -> None:
-        """Divides the memory for an epoch, with a save due in it or not. On every rank before the epoch is planned."""
-        is_whole = self._cache.allowed_bytes == self._cache.capacity_bytes
-        if not self._divided or (is_whole and not (due and self._shard_bytes)):
-            return
-        if not due and self._group.rank == 0 and latest is not None:
-            wait([latest.committed], LANDING_SECONDS)
-            if latest.committed.done():
-                self._empty_slots()
-        self._divide(self._shard_bytes if due else [], at_most=self._cache.capacity_bytes)
-
-    def _empty_slots(self) -> None:
-        """Empties slots whose snapshot is in storage, but for the newest and bases of others. No save is in flight."""
-        with contextlib.suppress(StoreError):
-            held = self._tier.held()
-            if self._tier.damaged:  # what cannot be read may be the newest, or build on another
-                return
-            newest = max((record.sequence for record in held.values()), default=0)
-            needed = {record.base for record in held.values()}
-            for place, record in held.items():
-                is_needed = record.sequence >= newest or record.digest in needed
-                if self._flushed and not is_needed and not self._tier.is_dirty(place):
-                    self._tier.discard(place)
-
-    def _divide(self, shard_bytes: list[int], at_most: int) -> None:
-        """Sets the cache's capacity, on all ranks alike.
-
-        The size of an entry is known to some per cent only, so the servers are asked again after entries were removed.
-        """
-        before, num_left = self._cache.allowed_bytes, 0
-        for _ in range(_ROUNDS):
-            allowed = self._group.share(self._allowed(shard_bytes, at_most) if self._group.rank == 0 else None)
-            if allowed == self._cache.allowed_bytes:
-                break
-            num_left += self._cache.resize(allowed, self._group.rank, self._group.world_size)
-            self._group.gather(None)  # every rank has removed its part
-            at_most = min(at_most, allowed)
-        after = self._cache.allowed_bytes
-        if after != before and self._group.rank == 0:
-            logger.info(
-                "the cache may hold %.1f MB now, not %.1f; %d samples left", after / 1e6, before / 1e6, num_left
-            )
-
-    def _allowed(self, shard_bytes: list[int], at_most: int) -> int:
-        """Returns the bytes that samples may occupy while a snapshot comes in; unchanged if the servers do not say.
-
-        Entries that the plan has dropped and workers have not removed yet still take room, so they count twice.
-        """
-        try:
-            spare = self._tier.spare_bytes(shard_bytes)
-            counted = self._cache.admission.counted_bytes()
-        except (StoreError, ValueError) as error:
-            logger.debug("samples keep their room: %s", error)
-            return min(at_most, self._cache.allowed_bytes)
-        if spare is None or counted + spare >= at_most:
-            return at_most
-        policy = self._cache.policy
-        leaving = max(0, counted - policy.used_bytes) if policy is not None else 0
-        return max(0, counted + spare - leaving)
-
-    def close(self) -> None:
-        """Closes the process group."""
-        self._group.close()
 
 
 class Snapshots:

@@ -19,7 +19,8 @@ from shade.data._loader import loader as loading
 from shade.data._loader.batch_parts import BatchBuffers
 from shade.data._loader.loader import EpochProgress
 from shade.data._sampler import sampler as sampling
-from shade.data._sampler.rank_shard import LoaderCount, RankShard
+from shade.data._sampler.place import LoaderCount
+from shade.data._sampler.rank_shard import RankShard
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._transforms.randomness import BatchGenerators
 from shade.sampling import uniform

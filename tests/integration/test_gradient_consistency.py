@@ -14,7 +14,7 @@ from shade.errors import ConfigError, GradientError
 from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.bucket import Bucket, plan_buckets
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient._engine.replica import Consistency
+from shade.gradient._engine.consistency import Consistency
 from shade.gradient.optim import SparseSGD
 from tests.support.gradient_ranks import digest, network, play, results_of
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from redis.crc import key_slot
 
-from shade.data._sampler import cache_planner
+from shade.data._sampler import locality
 from shade.store import open_store
 from shade.store._servers.local_cluster import LocalCluster
 from shade.store.cluster import ClusterStore
@@ -45,14 +45,14 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_here(address: str) -> bool:
         return address == known[dist.get_rank()]
 
-    def refresh(self: cache_planner.Locality) -> None:
+    def refresh(self: locality.Locality) -> None:
         servers, _ = self._servers()
         known[:] = servers
         original(self)
 
-    original = cache_planner.Locality.refresh
-    monkeypatch.setattr(cache_planner, "is_here", is_here)
-    monkeypatch.setattr(cache_planner.Locality, "refresh", refresh)
+    original = locality.Locality.refresh
+    monkeypatch.setattr(locality, "is_here", is_here)
+    monkeypatch.setattr(locality.Locality, "refresh", refresh)
 
 
 def sets(ranks: list[Outcome]) -> list[tuple[int, list[int]]]:
@@ -66,7 +66,7 @@ def test_steps_hold_the_same_and_hits_come_from_near(
 ) -> None:
     job = Job(pictures, cluster, epochs=4, batch_size=BATCH, keep=keep, fraction=0.5)
     near = train_ranks(job, RANKS, tmp_path / "near")
-    monkeypatch.setattr(cache_planner.Locality, "deal", lambda self, index_G, hit_G, mine: mine)
+    monkeypatch.setattr(locality.Locality, "deal", lambda self, index_G, hit_G, mine: mine)
     by_position = train_ranks(replace(job, url=cluster), RANKS, tmp_path / "by-position")
     assert sets(near) == sets(by_position)
     assert near[0].steps != by_position[0].steps, "who takes what is another matter"
@@ -118,4 +118,4 @@ def test_a_cluster_says_who_has_what(cluster: str) -> None:
 def test_an_address_is_here_if_one_could_listen_there(address: str, here: bool) -> None:
     if address.startswith("[") and not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 on this machine")
-    assert cache_planner.is_here(address) is here
+    assert locality.is_here(address) is here

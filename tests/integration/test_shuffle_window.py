@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shade import ShadeDataset, ShadeSampler, Shards
 from shade.cache import breaker
-from shade.data._dataset.origin import ByteRange, FileOrigin
+from shade.data._origin.origin import ByteRange, FileOrigin
 from shade.data._shards import blocks, index
 from shade.errors import ConfigError, DataError
 from tests.support.shards import WRITERS, Item, make_items, open_shards, read_shards, write_shards

@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from shade import ShadeDataset, ShadeSampler, Shards
-from shade.data._dataset.origin import FileOrigin, UrlOrigin
+from shade.data._origin.origin import FileOrigin
+from shade.data._origin.url_origin import UrlOrigin
 from shade.errors import BadSampleError, DataError
 from tests.support.web_server import WebServer, serving
 

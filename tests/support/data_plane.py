@@ -27,7 +27,7 @@ from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeSampler
 from shade.cache import admission, breaker
-from shade.data._dataset.origin import FileOrigin, Place
+from shade.data._origin.origin import FileOrigin, FileOrRange
 from shade.policy.simulator import SimulationResult, simulate
 from shade.policy.trace import Trace
 
@@ -105,7 +105,7 @@ class CountingOrigin(FileOrigin):
     def __getstate__(self) -> dict[str, Any]:
         return {"log": self.log, "seconds": self.seconds}
 
-    def _read_first(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[bytes | OSError]:
+    def _read_first(self, paths: Sequence[FileOrRange], sizes: Sequence[int]) -> list[bytes | OSError]:
         time.sleep(self.seconds)
         (content,) = super()._read_first(paths[:1], sizes[:1])
         self._mean_seconds = max(self._mean_seconds, self.seconds)  # what the wait would have taught it

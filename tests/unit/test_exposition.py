@@ -12,7 +12,7 @@ import pytest
 from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.telemetry import Histogram, join_pages, prometheus_text
-from shade.train.record import MEANING, Exposition, page_name
+from shade.train.exposition import MEANING, Exposition, page_name
 
 ROW = {
     "gradient": {"gradient_bytes_sent": 100, "gradient_secret": 1},

@@ -25,7 +25,7 @@ from shade.cache.entry import FORMAT_ENCODED
 from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
 from shade.data._dataset.batch_reader import BatchReader, ReaderPool, TransformChain
 from shade.data._dataset.content import innermost_transform
-from shade.data._dataset.decoded_source import FormatChoice, FormatWishes
+from shade.data._dataset.format_choice import FormatChoice, FormatWishes
 from shade.data._dataset.prefix import PrefixSplit, candidates, split
 from shade.data._dataset.prefixed_source import prefixed_source_of
 from shade.data._dataset.source import FileSource, SampleSource, has_sample_files, source_of

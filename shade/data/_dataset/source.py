@@ -4,12 +4,6 @@
 loader). The payload is the file, unchanged, so a cached sample decodes to the same pixels, and its size is known before
 it is read. `ItemSource` takes any other map-style data set; the payload is the encoded item. Only the source touches
 the origin, and it counts exactly what it reads.
-
-`RemoteImageFolder` is torchvision's ImageFolder behind a URL that fsspec reaches: the same layout (a folder a class),
-the same order and numbers of classes and samples, the same items. It lists the folder once and keeps each file's length
-and version, so a cache around it knows how much space it needs, and never takes one state of the data set for another.
-Alone it works like any map-style data set, one slow read an item; in a `ShadeDataset` its files are read in parallel
-and cached. Price: listing a bucket takes one request a thousand files, a web server's pages one a file.
 """
 
 from __future__ import annotations
@@ -27,14 +21,15 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
 from shade.data._dataset import item_codec
 from shade.data._dataset.content import STAT_THREADS, ContentDigest, has_fingerprint, kind_of, size_and_time
-from shade.data._dataset.origin import Entry, FileOrigin, Origin, UrlOrigin, describe_many, is_url, list_files, root_of
 from shade.data._decode.jpeg import decode_rgb
+from shade.data._origin.origin import FileOrigin, Origin
+from shade.data._origin.remote_image_folder import RemoteImageFolder
+from shade.data._origin.url_origin import Entry, UrlOrigin, describe_many, is_url, root_of
 from shade.data._transforms.randomness import kept_generators
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place, without_login
 
@@ -466,76 +461,3 @@ def _pil_backend() -> bool:
     import torchvision
 
     return bool(torchvision.get_image_backend() == "PIL")
-
-
-class RemoteImageFolder:
-    """Images below a URL, a folder a class.
-
-    Args:
-        url: Such as ``s3://bucket/train`` or ``https://host/train``.
-        transform: Applied to the image.
-        target_transform: Applied to the class's number.
-        options: For fsspec, such as ``{"anon": True}``; logins belong into the environment.
-
-    Raises:
-        ConfigError: fsspec knows no such scheme, or its library is not installed.
-        DataError: There are no images, or the server does not report their lengths.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        transform: Callable[[Any], Any] | None = None,
-        target_transform: Callable[[Any], Any] | None = None,
-        *,
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        self.root, self.transform, self.target_transform = url.rstrip("/"), transform, target_transform
-        self.origin = UrlOrigin(options)
-        images = [each for each in list_files(self.root, self.origin.options) if _is_image(each.url)]
-        placed = sorted(((_class_of(self.root, each.url), each) for each in images), key=_order)
-        if not placed:
-            raise DataError.of("images in class folders", url, f"files end in {', '.join(IMG_EXTENSIONS)}")
-        self.classes = sorted({name for name, _ in placed})
-        """Names of the classes, in the order of their numbers."""
-        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
-        """Number of each class."""
-        self.samples = [(entry.url, self.class_to_idx[name]) for name, entry in placed]
-        """(URL, class) by sample index."""
-        self.entries: list[Entry] = [entry for _, entry in placed]
-        """The server's description of each file."""
-        self.targets = [number for _, number in self.samples]
-        """Class by sample index."""
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        address, target = self.samples[index]
-        (content,) = self.origin.read_many([address])
-        if isinstance(content, OSError):
-            raise content
-        image: Any = decode_rgb(content)
-        if self.transform is not None:
-            image = self.transform(image)
-        return image, target if self.target_transform is None else self.target_transform(target)
-
-
-def _order(placed: tuple[str, Entry]) -> tuple[str, str, str]:
-    """Returns ImageFolder's sort key: a folder's own files come before those of folders in it."""
-    name, entry = placed
-    folder, _, file = entry.url.rpartition("/")
-    return name, folder, file
-
-
-def _is_image(url: str) -> bool:
-    return url.lower().endswith(IMG_EXTENSIONS)
-
-
-def _class_of(root: str, url: str) -> str:
-    """Returns the folder right below the root; raises DataError for a file that is in none."""
-    inner = url.partition(root.partition("://")[2])[2].lstrip("/")
-    name, slash, _ = inner.partition("/")
-    if not slash:
-        raise DataError.of("images in class folders", url, "move it into a folder that is named like its class")
-    return name

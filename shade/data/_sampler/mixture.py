@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from shade.data._sampler.packed import PackedDataset
-from shade.data._sampler.rank_shard import LoaderCount, SamplerIterator, check_place, place_of_node, ranks_of
+from shade.data._sampler.place import LoaderCount, SamplerIterator, check_place, place_of_node
+from shade.data._sampler.rank_shard import ranks_of
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
 from shade.sampling import num_steps, rank_positions
@@ -60,7 +61,7 @@ class MixtureReceipt:
 
 
 class _SourceLosses:
-    """Adds up the losses of all ranks by source, in whole numbers: a `shade.importance.table.ReportTable`."""
+    """Adds up the losses of all ranks by source, in whole numbers: a `shade.importance.merge.ReportTable`."""
 
     def __init__(self, num_sources: int) -> None:
         self.total_S, self.count_S = np.zeros((2, num_sources), np.int64)

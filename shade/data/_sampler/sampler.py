@@ -29,21 +29,17 @@ from torch.utils.data.distributed import DistributedSampler
 
 from shade.cache.cache import SampleCache
 from shade.data._sampler.cache_planner import ENDING_BATCHES, CachePlanner
-from shade.data._sampler.rank_shard import (
+from shade.data._sampler.place import (
     LOOK_AHEAD_STEPS,
     LoaderCount,
-    RankShard,
     SamplerIterator,
-    SavedDraws,
-    SharedDraws,
-    ShuffleWindow,
     check_order,
     check_place,
-    draw_from,
-    load_draw,
     place_of_node,
-    ranks_of,
 )
+from shade.data._sampler.rank_shard import RankShard, ranks_of
+from shade.data._sampler.saved_draws import SavedDraws, SharedDraws, draw_from, load_draw
+from shade.data._sampler.shuffle_window import ShuffleWindow
 from shade.data._sampler.usage import ForgottenCallWarning as ForgottenCallWarning
 from shade.data._sampler.usage import UsageWarnings, check_numbering, check_wrapping
 from shade.errors import ConfigError

@@ -30,8 +30,8 @@ import xxhash
 from typing_extensions import override
 
 from shade.data._dataset import item_codec
-from shade.data._dataset.origin import is_url
 from shade.data._decode.jpeg import decode_rgb
+from shade.data._origin.url_origin import is_url
 from shade.data._shards.index import FORMATS, Columns, Rows, ShardFile, ShardFormat, ShardScan, UnlikeIndexError
 from shade.errors import ConfigError, DataError, shown_place
 

@@ -29,8 +29,9 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
-from shade.data._dataset.origin import ByteRange, FileOrigin, Origin, UrlOrigin, is_url
 from shade.data._dataset.source import CountOrigin, NearSource, checked_index, not_counted
+from shade.data._origin.origin import ByteRange, FileOrigin, Origin
+from shade.data._origin.url_origin import UrlOrigin, is_url
 from shade.data._shards.blocks import Block, BlockTier, ReadAhead, coalesced, memory_tier
 from shade.data._shards.index import (
     FORMATS,

@@ -62,8 +62,9 @@ from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
 from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._elastic.membership import Generation, Membership
 from shade.gradient._engine.bucket_state import BucketState
+from shade.gradient._engine.consistency import broadcast_replica
 from shade.gradient._engine.engine import GradientEngine
-from shade.gradient._engine.replica import broadcast_replica, broadcast_untrained, broadcast_weights, check_same_setup
+from shade.gradient._engine.replica import broadcast_untrained, broadcast_weights, check_same_setup
 from shade.gradient._kernels.choice import prepare
 from shade.gradient._optim import base
 from shade.gradient._optim.base import SparseOptimizer

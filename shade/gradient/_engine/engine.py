@@ -54,13 +54,12 @@ from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import Correction
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
+from shade.gradient._engine.consistency import EVERY, Consistency
 from shade.gradient._engine.density import DensityPlan, WarmUp, check_decision, plain_decision, read_decision
 from shade.gradient._engine.gradient_hooks import GradientHooks, LossScale, is_held
 from shade.gradient._engine.meter import Meter
 from shade.gradient._engine.pipeline import GradientPipeline
 from shade.gradient._engine.replica import (
-    EVERY,
-    Consistency,
     average_buffers,
     broadcast_weights,
     check_all_known,

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shade.data._dataset.file_reads import read_files
-from shade.data._dataset.origin import FileOrigin
+from shade.data._origin.file_reads import read_files
+from shade.data._origin.origin import FileOrigin
 
 DECAY, SLOW = 0.9, 1e9
 

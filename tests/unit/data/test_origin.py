@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shade.data._dataset import origin as origin_module
-from shade.data._dataset.origin import PARALLEL_SECONDS, FileOrigin, Place
+from shade.data._origin import origin as origin_module
+from shade.data._origin.origin import PARALLEL_SECONDS, FileOrigin, FileOrRange
 
 
 class Slow(FileOrigin):
@@ -23,7 +23,7 @@ class Slow(FileOrigin):
         self.seconds, self.readers, self.at_once, self.most = seconds, set[str](), 0, 0
         self.lock = threading.Lock()
 
-    def _read_first(self, paths: Sequence[Place], sizes: Sequence[int]) -> list[bytes | OSError]:
+    def _read_first(self, paths: Sequence[FileOrRange], sizes: Sequence[int]) -> list[bytes | OSError]:
         with self.lock:
             self.at_once += 1
             self.most = max(self.most, self.at_once)

@@ -15,7 +15,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from shade import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler
-from shade.data._dataset.origin import describe_many
+from shade.data._origin.url_origin import describe_many
 from shade.errors import BadSampleError, DataError
 from tests.support.data_plane import make_pictures
 from tests.support.storage_servers import BUCKET, S3Server

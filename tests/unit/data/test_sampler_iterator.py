@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shade import ShadeSampler
-from shade.data._sampler.rank_shard import SamplerIterator
+from shade.data._sampler.place import SamplerIterator
 from shade.errors import ConfigError
 from shade.types import Stateful
 

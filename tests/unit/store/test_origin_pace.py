@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shade.data._dataset.origin import LEAST, ConcurrencyLimit
+from shade.data._origin.read_pool import LEAST, ConcurrencyLimit
 
 
 class Link:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from shade.data._dataset.origin import ReadPool, Result
+from shade.data._origin.read_pool import ReadPool, Result
 from shade.errors import StoreClosedError
 
 

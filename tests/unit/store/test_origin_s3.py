@@ -9,8 +9,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from shade.data._dataset import origin as module
-from shade.data._dataset.origin import ByteRange, UrlOrigin
+from shade.data._origin import url_origin as module
+from shade.data._origin.origin import ByteRange
+from shade.data._origin.url_origin import UrlOrigin
 from tests.support.storage_servers import BUCKET, S3Server
 
 pytestmark = pytest.mark.multiprocess

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.data._dataset.origin import UrlOrigin, describe_many, entry_of, list_files, root_of
+from shade.data._origin.url_origin import UrlOrigin, describe_many, entry_of, list_files, root_of
 from shade.errors import ConfigError, DataError
 from tests.support.web_server import WebServer, serving
 
@@ -56,7 +56,7 @@ def test_a_batchs_latency_is_paid_in_parallel(web: WebServer) -> None:
 
 
 def test_what_may_pass_is_tried_again_and_then_given_up(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shade.data._dataset.origin.PAUSES_SECONDS", (0.01, 0.01))
+    monkeypatch.setattr("shade.data._origin.url_origin.PAUSES_SECONDS", (0.01, 0.01))
     web.failures = {"/set/c0/2.bin": 2, "/set/c0/4.bin": 100}
     origin = UrlOrigin()
     good, bad = origin.read_many([urls(web)[2], urls(web)[4]])

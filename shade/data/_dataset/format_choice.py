@@ -1,0 +1,150 @@
+"""Measures in which format a data set's samples are best cached, and chooses it: as they are, decoded, or a prefix."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shade.cache.entry import HEADER_BYTES
+from shade.data._dataset import item_codec
+from shade.data._dataset.decoded_source import DecodedSource, Probe
+from shade.data._dataset.prefix import Prefix, PrefixSplit, random_prefix
+from shade.data._dataset.prefix_probe import Probed, probe, probed_indices
+from shade.data._dataset.prefixed_source import prefixed_source_of
+from shade.data._dataset.source import FileSource, ItemSource, SampleSource
+from shade.data._decode.cached_format import (
+    PROBES,
+    FormatCosts,
+    FormatForecast,
+    PrefixCosts,
+    forecast,
+)
+from shade.errors import ConfigError
+
+logger = logging.getLogger("shade.data")
+
+
+@dataclass(frozen=True)
+class FormatWishes:
+    """The user's wishes for the cached format: arguments of `ShadeDataset`, and the prefixes to choose among."""
+
+    form: str
+    max_side: int | None = None
+    prefixes: Mapping[str, PrefixSplit] = field(default_factory=dict)
+    """By name, each longer than the one before."""
+    version: str | None = None
+    dataset: Any = None
+    encode: Callable[[Any], bytes] | None = None
+    decode: Callable[[Any], Any] | None = None
+    disk_bytes: int = 0
+    """The capacity of the disk below the cache."""
+
+
+class FormatChoice:
+    """Chooses the cached format for one data set: ``"decoded"``, or by forecast for ``"auto"``.
+
+    ``store_bytes`` is what all samples would occupy in the store as they are, ``capacity_bytes`` what the cache may
+    occupy there. Of samples that are not image files, ``wishes`` have prefixes to choose among.
+    """
+
+    def __init__(self, source: SampleSource, wishes: FormatWishes, store_bytes: int, capacity_bytes: int) -> None:
+        num_samples = len(source.payload_bytes_N)
+        has_pictures = source.has_pictures
+        chosen = probed_indices(num_samples, PROBES) if has_pictures else probed_indices(num_samples)
+        self._wishes, self._measured = wishes, Probe(source, chosen, wishes.max_side)
+        probed = self._probe_prefixes(source)
+        self.num_reads, self.num_bytes = self._measured.num_reads, self._measured.num_bytes
+        self.source: SampleSource = source
+        """The source that keeps the chosen format."""
+        self.used = "encoded"
+        """The format's name: encoded, decoded, or that of a prefix."""
+        self.forecast: FormatForecast | None = None
+        """The prediction for each format; None if all prefixes were refused and there is no other format."""
+        if not has_pictures and not probed:
+            return
+        costs = self._costs(source, store_bytes / num_samples)
+        steps = [self._costs_of(source, name, each) for name, each in probed.items()]
+        self.forecast = forecast(costs, num_samples, capacity_bytes + wishes.disk_bytes, prefixes=steps)
+        best = self.forecast.cached_format
+        self.used = _agreed(best, list(self.forecast.seconds)) if wishes.form == "auto" else wishes.form
+        if self.used == "decoded":
+            assert isinstance(source, FileSource)
+            self.source = DecodedSource(source, self._measured, wishes.max_side)
+        elif self.used in probed:
+            self.source = prefixed_source_of(
+                wishes.dataset,
+                wishes.prefixes[self.used].prefix,
+                wishes.encode,
+                wishes.decode,
+                version=wishes.version,
+                source=source,
+                probed=probed[self.used],
+            )
+        if wishes.form == "auto":
+            logger.info("form='auto' chose %r: %s", self.used, self.forecast)
+        else:
+            logger.info("form=%r: %s", self.used, self.forecast)
+
+    def _costs(self, source: SampleSource, mean_bytes: float) -> FormatCosts:
+        """Returns the costs of samples as they are, ``mean_bytes`` long in the store. An item is made by the user's
+        code, in the process that transforms it, while bytes of files and shards are waited for."""
+        found = self._measured
+        if isinstance(source, ItemSource):
+            return FormatCosts(0.0, found.decode_seconds, mean_bytes, None, make_seconds=found.read_seconds)
+        decoded_bytes = mean_bytes * found.growth if source.has_pictures else None
+        return FormatCosts(found.read_seconds, found.decode_seconds, mean_bytes, decoded_bytes)
+
+    def _probe_prefixes(self, source: SampleSource) -> dict[str, Probed]:
+        """Probes prefixes until the first that must not be cached: if it is random, all longer ones are."""
+        wishes, num_samples = self._wishes, len(source.payload_bytes_N)
+        indices, payload_of = probed_indices(num_samples), self._measured.payload_of
+        if wishes.prefixes:
+            payload_of |= self._measured.read([index for index in indices if index not in payload_of])
+        num_parts = 1 if isinstance(source, FileSource) else None
+
+        def read(index: int) -> tuple[Any, ...]:
+            return source.decode(index, payload_of[index])[:num_parts]
+
+        found = dict[str, Probed]()
+        for name, parts in wishes.prefixes.items():
+            try:
+                if source.is_random:
+                    raise random_prefix("a data set that gives another item when it is read again")
+                found[name] = probe(Prefix(parts.prefix), read, self._encoded, num_samples, wishes.version)
+            except ConfigError as error:
+                logger.info("form='auto' leaves out %r and what is longer: %s", name, error)
+                break
+        return found
+
+    def _costs_of(self, source: SampleSource, name: str, probed: Probed) -> PrefixCosts:
+        own = None if isinstance(source, FileSource) else self._wishes.decode
+        decode = own or item_codec.decode
+        begun = time.perf_counter()
+        for payload in probed.payloads:
+            decode(payload)
+        decode_seconds = (time.perf_counter() - begun) / len(probed.payloads)
+        return PrefixCosts(name, probed.seconds, max(map(len, probed.payloads)) + HEADER_BYTES, decode_seconds)
+
+    def _encoded(self, index: int, item: tuple[Any, ...]) -> bytes:
+        try:
+            return (self._wishes.encode or item_codec.encode)(item)
+        except Exception as error:
+            cure = "let the step return tensors, arrays or numbers, or let encode= take what it returns"
+            raise ConfigError.of(f"a result that can be encoded, at index {index}", str(error), cure) from error
+
+
+def _agreed(cached_format: str, names: list[str]) -> str:
+    """Returns rank 0's choice: clocks differ between ranks, and ranks share a cache."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return cached_format
+    group = dist.new_group(backend="gloo")
+    chosen = torch.tensor([names.index(cached_format)])
+    assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
+    dist.broadcast(chosen, src=dist.get_global_rank(group, 0), group=group)
+    return names[int(chosen.item())]

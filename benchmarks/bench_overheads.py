@@ -153,7 +153,7 @@ def epoch_child(traced: bool) -> dict[str, float]:
             stream = iter(sampler)
             seconds.append(seconds_of(lambda stream=stream: next(stream)))
             megabytes.append(tracemalloc.get_traced_memory()[1] / 2**20 if traced else resident_megabytes() - before)
-            sampler._table.update(np.arange(NUM_SAMPLES), losses)
+            sampler._draws.table.update(np.arange(NUM_SAMPLES), losses)
             sampler.report(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
             sampler.weights(torch.zeros(0, dtype=torch.int64))
             del stream

@@ -44,8 +44,8 @@ LOST_SECONDS = 120
 a process is noticed at once; this is for a machine that loses its power or its network."""
 
 
-class _Place:
-    """The place of a run between two steps, besides what the sampler knows."""
+class _EpochState:
+    """What a snapshot says of the present epoch, besides what the sampler knows."""
 
     def __init__(self) -> None:
         self.epoch_ended = False
@@ -80,7 +80,7 @@ class TrainSession:
         self._replica: Replica | None = None
         self._steps_before = 0
         self._epoch_steps = 0
-        self._place = _Place()
+        self._epoch_state = _EpochState()
         self._saved: tuple[int, bool] | None = None
 
     @classmethod
@@ -155,7 +155,7 @@ class TrainSession:
         if self._replica is not None and self._exchanges:
             stateful["replica"] = self._replica
         self._snapshots = Snapshots(
-            self.config, {"sampler": sampler, **stateful, "session": self._place}, dataset.cache
+            self.config, {"sampler": sampler, **stateful, "session": self._epoch_state}, dataset.cache
         )
         if self._snapshots.resumes:
             self._show_note("restoring the newest snapshot")
@@ -226,8 +226,8 @@ class TrainSession:
         snapshots.wait_committed()
 
     def _begin_save(self, metrics: Mapping[str, float] | None = None, *, again: bool = False) -> None:
-        """Begins a save, unless this place between two steps has a snapshot already."""
-        moment = (self.total_steps, self._place.epoch_ended)
+        """Begins a save, unless this moment has a snapshot already."""
+        moment = (self.total_steps, self._epoch_state.epoch_ended)
         if again or moment != self._saved:
             self._attached()[3].save(self.total_steps, metrics)
             self._saved = moment
@@ -240,7 +240,7 @@ class TrainSession:
         An epoch that was interrupted between its last step and `end_epoch` has no batches left, and is ended again.
         """
         assert self._sampler is not None, "attach() comes first"
-        first = self._sampler.epoch + self._place.epoch_ended
+        first = self._sampler.epoch + self._epoch_state.epoch_ended
         for epoch in range(first, self.config.epochs):
             if self._out_of_steps():
                 return
@@ -250,8 +250,8 @@ class TrainSession:
     def total_steps(self) -> int:
         """Returns the steps of the whole run whose losses were reported."""
         # steps_done has the batch that the loop is in, until a loss of the pass is reported.
-        if self._sampler is not None and self._sampler._steps_reported:
-            self._epoch_steps = self._sampler._steps_reported
+        if self._sampler is not None and self._sampler.place.steps_reported:
+            self._epoch_steps = self._sampler.place.steps_reported
         return self._steps_before + self._epoch_steps
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -261,9 +261,9 @@ class TrainSession:
         next one has not begun.
         """
         sampler, dataset, record, snapshots = self._attached()
-        if sampler._steps_reported == 0:
+        if sampler.place.steps_reported == 0:
             self._steps_before, self._epoch_steps = self.total_steps, 0
-        self._place.epoch_ended = False
+        self._epoch_state.epoch_ended = False
         record.begin_epoch()
         snapshots.begin_epoch(self.total_steps, -(-sampler.num_samples // sampler.global_batch))
         dataset.generators.follow(self.config.seed, sampler.epoch)
@@ -304,8 +304,8 @@ class TrainSession:
         record.end_epoch(epoch, val_loss=val_loss, val_accuracy=val_accuracy, learning_rate=learning_rate)
         if val_accuracy is not None:
             sampler.report_validation(val_accuracy)
-        self._place.epoch_ended = sampler.steps_done >= sampler.num_steps
-        if self._place.epoch_ended:
+        self._epoch_state.epoch_ended = sampler.steps_done >= sampler.num_steps
+        if self._epoch_state.epoch_ended:
             measured = {"val_loss": val_loss, "val_accuracy": val_accuracy}
             self._begin_save({name: value for name, value in measured.items() if value is not None})
 

@@ -149,8 +149,8 @@ class EpochProgress:
         if self._sampler is not None:
             iterator = iter(batches)
             first = next(iterator, None)
-            mine.epoch, mine.first_step, mine.num_batches = self._sampler.epoch, self._sampler._first_step, 0
-            self._sampler._count_batches(lambda: mine.num_batches)
+            mine.epoch, mine.first_step, mine.num_batches = self._sampler.epoch, self._sampler.place.first_step, 0
+            self._sampler.place.count_batches(lambda: mine.num_batches)
         else:
             now = self._of_order.get_state()
             mine.order = now if resume is None else resume["order"]

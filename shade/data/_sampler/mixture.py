@@ -17,7 +17,7 @@ Legend: S sources · B batch of one rank · G global batch · L length of a sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from shade.data._sampler.packed import PackedDataset
-from shade.data._sampler.place import LoaderCount, SamplerIterator, check_place, place_of_node
+from shade.data._sampler.place import Pass, Place, SamplerIterator, check_place
 from shade.data._sampler.rank_shard import ranks_of
+from shade.data._sampler.usage import UsageWarnings
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
-from shade.sampling import num_steps, rank_positions
+from shade.sampling import num_steps, rank_slice
 from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
 from shade.types import Floats, Indices
 
@@ -135,26 +136,22 @@ class MixtureSampler(Sampler[PackedSequence]):
         }
         self._check(distributed)
         self._weight_S = [float(weights[name]) for name in self._names]
-        self._adapt, self._floor, self._num_sequences = adapt, floor, round_sequences
         self.num_steps = num_steps(round_sequences, self.global_batch)
         """Steps of a round."""
         self._packer = SequencePacker(dataset.length_S, dataset.length, seed, window)
-        self._length = dataset.length
         self._share_S = shares_of(self._weight_S)
         self._losses = _SourceLosses(len(self._names))
         self._loss_S = [float("nan")] * len(self._names)
         self._merger: ScoreMerger | None = None
         if self.num_replicas == 1 or distributed:
             self._merger = ScoreMerger(self._losses, 2 * len(self._names))
-        self.round = 0
-        """The present round."""
+        self.place = Place(UsageWarnings(), counts_all=True)
+        """Where training is in the stream; its epoch is the round."""
         self.receipts: list[MixtureReceipt] = []
         """Receipts of the rounds that this process has begun."""
         self._emitted_S = np.zeros(len(self._names), np.int64)
         self._before = self._start()
         self._sequences: list[PackedSequence] = []
-        self._first_step = self._num_reported = self._num_dealt = 0
-        self._count: Callable[[], int] | None = None
 
     def _check(self, distributed: bool) -> None:
         """Raises ConfigError for settings out of range."""
@@ -201,7 +198,7 @@ class MixtureSampler(Sampler[PackedSequence]):
                 (tuple(sources.shape), tuple(losses.shape)),
                 "compute the losses with reduction='none', and report the sources of the same batch",
             )
-        self._num_reported += 1
+        self.place.reported()
         if self._merger is None:
             return
         losses = losses.detach().double()
@@ -216,10 +213,7 @@ class MixtureSampler(Sampler[PackedSequence]):
     def steps_done(self) -> int:
         """Returns the steps of the present round whose losses were reported; without a report, those whose batches the
         loop has got from its loader."""
-        if self._num_reported:
-            return min(self._first_step + self._num_reported, self.num_steps)
-        num_got = self._num_dealt if self._count is None else self._count()
-        return min(self._first_step + num_got, self.num_steps)
+        return min(self.place.steps_done, self.num_steps)
 
     def set_epoch(self, epoch: int) -> None:
         """Accepts the number of the round that comes next, for loops that set an epoch; rounds count themselves.
@@ -234,53 +228,44 @@ class MixtureSampler(Sampler[PackedSequence]):
 
     def __len__(self) -> int:
         """Returns how many sequences this rank takes in the round, or in the rest of it."""
-        return (self.num_steps - self._first_step % self.num_steps) * self.batch_size
+        return (self.num_steps - self.place.first_step % self.num_steps) * self.batch_size
 
     def __iter__(self) -> SamplerIterator:
-        return SamplerIterator(self)
+        return SamplerIterator(self, self._begin_pass)
 
-    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[PackedSequence]]:
+    def _begin_pass(self, is_placed: bool) -> tuple[int, Iterator[PackedSequence]]:
         """Begins a pass: the next round if the last is done, else the rest of it after what was reported."""
         if not is_placed:
             if self.steps_done >= self.num_steps:
                 self._advance()
-            elif self._num_reported:
-                self._first_step = self.steps_done
-        self._num_reported = self._num_dealt = 0
-        self._count = LoaderCount.of_caller()
+            else:
+                self.place.skip_reported()
         if not self._sequences:
             self._begin_round()
-        return self._first_step * self.batch_size, self._pass(self._sequences, self._first_step)
+        mine = self.place.begin(self.num_steps)
+        return mine.first_step * self.batch_size, self._pass(mine, self._sequences)
 
-    def _pass(self, sequences: list[PackedSequence], first_step: int) -> Iterator[PackedSequence]:
+    def _pass(self, mine: Pass, sequences: list[PackedSequence]) -> Iterator[PackedSequence]:
         """Yields this rank's part of the rest of the round."""
-        positions = rank_positions(
-            self.rank,
-            num_drawn=len(sequences),
-            global_batch=self.global_batch,
-            world_size=self.num_replicas,
-            cursor=first_step * self.global_batch,
-        )
-        for number, position in enumerate(positions.tolist()):
-            self._num_dealt = number // self.batch_size + 1
-            yield sequences[position]
+        for step in self.place.steps(mine):
+            part = rank_slice(
+                step,
+                self.rank,
+                num_drawn=len(sequences),
+                global_batch=self.global_batch,
+                world_size=self.num_replicas,
+            )
+            yield from sequences[part.start : part.stop]
+
+    @property
+    def round(self) -> int:
+        """Returns the present round."""
+        return self.place.epoch
 
     @property
     def epoch(self) -> int:
         """Returns the present round, by the name that loops and loaders use."""
-        return self.round
-
-    def _count_batches(self, count: Callable[[], int]) -> None:
-        """Takes the count of the batches that the loop gets in this pass, from a loader that knows it."""
-        self._count = count
-
-    def _seek(self, step: int, *, is_between: bool) -> None:
-        """Sets where the next pass begins, for a loader that keeps its own place."""
-        if not is_between and step != self.num_steps:
-            raise ConfigError.of(
-                "a place between two batches", f"step {step}", "give loader and sampler one batch_size"
-            )
-        self._first_step, self._num_reported, self._num_dealt, self._count = step, 0, 0, None
+        return self.place.epoch
 
     def _start(self) -> dict[str, Any]:
         """Returns where the stream is as a round begins."""
@@ -288,7 +273,7 @@ class MixtureSampler(Sampler[PackedSequence]):
 
     def _begin_round(self) -> None:
         """Packs the round's sequences, and writes its receipt."""
-        self._sequences = self._packer.pack(self._share_S, self._num_sequences)
+        self._sequences = self._packer.pack(self._share_S, self._settings["round_sequences"])
         token_S = np.zeros(len(self._names), np.int64)
         for packed in self._sequences:
             for piece in packed.pieces:
@@ -301,7 +286,7 @@ class MixtureSampler(Sampler[PackedSequence]):
                 wanted=self._by_name([share / sum(self._share_S) for share in self._share_S]),
                 measured=self._by_name(measured_S.tolist()),
                 tokens=self._by_name(token_S.tolist()),
-                filled=int(token_S.sum()) / (self._num_sequences * self._length),
+                filled=int(token_S.sum()) / (len(self._sequences) * self._settings["length"]),
                 passes=self._by_name(self._packer.passes),
             )
         )
@@ -316,7 +301,8 @@ class MixtureSampler(Sampler[PackedSequence]):
         if self._merger is not None:
             self._merger.flush()
         mean_S = self._losses.means()
-        if self._adapt and not self._losses.count_S.any():
+        adapt, floor = self._settings["adapt"], self._settings["floor"]
+        if adapt and not self._losses.count_S.any():
             raise ConfigError.of(
                 f"the losses of round {self.round}, which the weights of the next one follow",
                 "no report",
@@ -326,13 +312,12 @@ class MixtureSampler(Sampler[PackedSequence]):
             self.receipts[-1] = replace(self.receipts[-1], losses=self._by_name(mean_S))
         # A source without a token in this round keeps its last loss; without any, it counts as the mean of the others.
         self._loss_S = [new if new == new else old for new, old in zip(mean_S, self._loss_S, strict=True)]
-        if self._adapt:
+        if adapt:
             known = [loss for loss in self._loss_S if loss == loss]
             filled_S = [loss if loss == loss else sum(known) / len(known) for loss in self._loss_S]
-            self._share_S = adapted(self._weight_S, filled_S, self._adapt, self._floor)
+            self._share_S = adapted(self._weight_S, filled_S, adapt, floor)
         self._losses.total_S[:] = self._losses.count_S[:] = 0
-        self.round += 1
-        self._first_step = self._num_reported = self._num_dealt = 0
+        self.place.turn_to(self.round + 1)
         self._sequences, self._before = [], self._start()
 
     def state_dict(self) -> dict[str, Any]:
@@ -345,12 +330,12 @@ class MixtureSampler(Sampler[PackedSequence]):
         return {
             "settings": dict(self._settings),
             "round": self.round,
-            "steps_done": self.steps_done,
+            **self.place.state_dict(),
             "before": self._before,
             "shares": list(self._share_S),
             "losses": list(self._loss_S),
             "totals": [self._losses.total_S.tolist(), self._losses.count_S.tolist()],
-        } | place_of_node(self)
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a `state_dict`: the same sequences follow, on any number of ranks with the same global batch.
@@ -372,11 +357,11 @@ class MixtureSampler(Sampler[PackedSequence]):
         self._before = dict(state["before"])
         self._packer.load_state_dict(self._before["packer"])
         self._emitted_S = np.array(self._before["emitted"], np.int64)
-        self.round, self._first_step = int(state["round"]), int(state["steps_done"])
+        self.place.turn_to(int(state["round"]), int(state["steps_done"]))
         self._share_S = [int(share) for share in state["shares"]]
         self._loss_S = [float(loss) for loss in state["losses"]]
         self._losses.total_S[:], self._losses.count_S[:] = state["totals"]
-        self._sequences, self._num_reported, self._num_dealt, self._count = [], 0, 0, None
+        self._sequences = []
 
     def close(self) -> None:
         """Ends the thread that merges losses. Safe to call twice."""

@@ -1,45 +1,33 @@
-"""Where training is in the stream."""
+"""Where training is in the stream: the events that move the place, and what they move.
+
+docs/explanation/place.md has the table that this module follows.
+
+Three numbers of one epoch are easily taken for each other. *Dealt* batches were handed out; workers ask for them ahead
+of training. The loop has *got* a batch when its loader yielded it. A batch is *done* when its losses were reported or,
+in a loop that reports nothing, when the loop has got it. A checkpoint of the training needs the steps that are done; a
+loader that restores its batches itself (torchdata's ``StatefulDataLoader``) needs the indices that it has taken, and
+asks its sampler's iterator for them.
+
+Invariant: an iterator that was set to n returns index n of this rank's epoch next, and then the rest up to the end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from shade.data._sampler.dealt_batches import DealtBatches
+from shade.data._sampler.usage import UsageWarnings
 from shade.errors import ConfigError
-from shade.types import Indices
 
-LOOK_AHEAD_STEPS = 64
-"""Later steps that `check_order` compares a batch with."""
-
-
-class IteratedSampler(Protocol):
-    """What an iterator calls on its sampler; `ShadeSampler` is one."""
-
-    batch_size: int
-    """Batch of one rank. A place is saved with it, so that other ranks can find it."""
-
-    @property
-    def num_steps(self) -> int:
-        """Returns the steps of a whole pass."""
-        ...
-
-    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[Any]]:
-        """Begins the pass, which ``is_placed`` if the iterator was set to a place; returns how many indices were taken
-        before it, and the rest."""
-        ...
-
-    def _seek(self, step: int, *, is_between: bool) -> None:
-        """Sets where the next pass begins; ``is_between`` says that a batch ends there."""
-        ...
-
-
-_CALLERS = 8
-"""Calls between the loader's iterator and the sampler, at most."""
+_CALLERS = 9
+"""Calls between the loader's iterator and `LoaderCount.of_caller`, at most."""
 
 
 class LoaderCount:
@@ -78,19 +66,251 @@ class LoaderCount:
         return int(self._attributes["_num_yielded"]) - self._num_before
 
 
-def place_of_node(sampler: IteratedSampler) -> dict[str, Any]:
-    """Returns the place in a sampler's state if a node of torchdata asks for it; empty if anything else asks.
+class Pass:
+    """One iteration over what is left of an epoch.
 
-    A node reads ahead of training, and keeps the state with what was made of the indices that it has. Training has done
-    less. ``inside_batch`` is there if some indices of a batch are missing.
+    Args:
+        first_step: Its first step.
+        num_steps: Steps of the whole epoch.
+        dealt: Knows of which step a batch is; None if reports do not say which batch they are of.
+        count: Counts the batches that the loop has got; None if what asks for the indices is unknown.
+        is_first: Whether no pass of the epoch came before it.
+        overlaps: Whether another pass was under way when it began, so that reports may be of that one.
     """
-    node = sys._getframe(2).f_locals.get("self")
-    iterator = getattr(node, "_it", None) if type(node).__module__ == "torchdata.nodes.adapters" else None
-    if not isinstance(iterator, SamplerIterator) or iterator._num_taken is None:
-        return {}
-    step = -(-iterator._num_taken // sampler.batch_size)
-    is_between = iterator._num_taken % sampler.batch_size == 0 or step == sampler.num_steps
-    return {"steps_done": step} if is_between else {"steps_done": step, "inside_batch": True}
+
+    def __init__(
+        self,
+        first_step: int,
+        num_steps: int,
+        dealt: DealtBatches | None,
+        count: Callable[[], int] | None,
+        *,
+        is_first: bool,
+        overlaps: bool,
+    ) -> None:
+        self.first_step, self.num_steps, self.dealt, self.count = first_step, num_steps, dealt, count
+        self.is_first, self.overlaps = is_first, overlaps
+        self.num_dealt = 0
+        self.has_ended = self.is_reported = False
+
+    @property
+    def num_got(self) -> int | None:
+        """Returns how many batches the loop has got; None if nothing counts them."""
+        return None if self.count is None else self.count()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Returns whether a DataLoader's iterator still holds the pass."""
+        return isinstance(self.count, LoaderCount) and not self.count.is_over
+
+    @property
+    def is_dropped(self) -> bool:
+        """Returns whether the loop has dropped the DataLoader's iterator."""
+        return isinstance(self.count, LoaderCount) and self.count.is_over
+
+    @property
+    def is_look(self) -> bool:
+        """Returns whether the pass was a look at one batch, or at none: no loss was reported, and it has not ended."""
+        num_got = self.num_got
+        seen = self.num_dealt if num_got is None else num_got
+        # Workers may have asked for the last index. Then one batch is no look where it is all that was left.
+        is_whole = self.has_ended and self.first_step + seen >= self.num_steps
+        return not self.is_reported and seen <= 1 and not is_whole
+
+    @property
+    def next_step(self) -> int:
+        """Returns the step that is dealt next, where reports can be of no other pass; else the epoch's end."""
+        return self.first_step + self.num_dealt if self.is_first and not self.overlaps else self.num_steps
+
+
+class Place:
+    """The place of one rank in its stream: an epoch, and the steps of it that are done.
+
+    Args:
+        usage: The calls that the loop makes, and the warnings of those that it leaves out.
+        counts_all: Whether every batch counts: a look at one, too, and a dealt one where nothing counts those that the
+            loop gets.
+    """
+
+    def __init__(self, usage: UsageWarnings, *, counts_all: bool = False) -> None:
+        self.epoch = 0
+        """The present epoch, or the one that begins next."""
+        self.first_step = 0
+        """Where the present pass began, or the next one begins."""
+        self.newest: Pass | None = None
+        """The pass that began last, perhaps of an epoch before the present one."""
+        self.has_begun = False
+        """Whether a pass of the present epoch has begun."""
+        self.is_sought = False
+        """Whether a loader that keeps its own place has set the place of this epoch."""
+        self._usage, self._counts_all = usage, counts_all
+        self._reported = 0
+        self._unlocated: torch.Tensor | None = None
+        self._num_passes = self._num_trained = self._num_live = 0
+        self._at_resume: Callable[[], None] | None = None
+
+    # ── the place is set ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def turn_to(self, epoch: int, first_step: int = 0) -> None:
+        """Goes to an epoch, from whose ``first_step`` on training continues."""
+        self.epoch, self.is_sought = epoch, False
+        self._go_to(first_step)
+
+    def seek(self, step: int) -> None:
+        """Goes to a step of the present epoch, whether or not the losses of the steps before it were reported."""
+        self._go_to(step)
+        self.is_sought = True
+
+    def _go_to(self, step: int) -> None:
+        self.first_step = self._reported = step
+        self._unlocated, self.has_begun = None, False
+
+    def rewind(self) -> None:
+        """Sets the place before a pass begins: where the present epoch has trained, its beginning.
+
+        A look at one batch leaves the place as it was.
+        """
+        if self.newest is not None and self.has_begun and not self.newest.is_look:
+            self.first_step = 0
+        if self.first_step == 0:
+            self._at_resume = None
+        elif self._at_resume is not None and self._num_live == 0:
+            self._at_resume()
+
+    def skip_reported(self) -> None:
+        """Sets the place before a pass begins: behind the steps whose losses were reported."""
+        if self.steps_reported > self.first_step:
+            self.first_step = self.steps_reported
+
+    def at_resume(self, action: Callable[[], None]) -> None:
+        """Calls an action when the rest of an interrupted epoch begins; not if another epoch begins instead."""
+        self._at_resume = action
+
+    # ── a pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, num_steps: int, dealt: DealtBatches | None = None, *, is_first: bool = True) -> Pass:
+        """Begins a pass at `first_step`, of an epoch of so many steps; ``is_first`` as for `Pass`."""
+        before = self.newest
+        overlaps = self._num_live > 0 or (before is not None and before.is_under_way)
+        count = LoaderCount.of_caller()
+        self.newest = Pass(self.first_step, num_steps, dealt, count, is_first=is_first, overlaps=overlaps)
+        self.has_begun, self._reported, self._unlocated = True, self.first_step, None
+        self._num_passes += 1
+        self._num_trained += self.first_step < num_steps  # a resume may find that nothing is left of its epoch
+        return self.newest
+
+    def steps(self, mine: Pass) -> Iterator[int]:
+        """Yields the steps of a pass, until it ends or is dropped; those of the newest pass count as dealt."""
+        self._num_live += 1
+        try:
+            for step in range(mine.first_step, mine.num_steps):
+                mine.num_dealt += mine is self.newest
+                yield step
+        finally:
+            self._num_live -= 1
+        if self.newest is not None:
+            self.newest.has_ended = True
+
+    def count_batches(self, count: Callable[[], int]) -> None:
+        """Takes the count of the batches that the loop gets in the newest pass, from a loader that knows it."""
+        if self.newest is not None:
+            self.newest.count = count
+
+    # ── a report ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def locate(self, indices: torch.Tensor) -> int | torch.Tensor:
+        """Returns the steps that are done when a batch's losses are reported, for `reported`; moves nothing.
+
+        Args:
+            indices: int64 (B,), of the batch; returned as they are if they are on a device, which is not waited for.
+
+        Returns:
+            The steps, or the indices.
+
+        Raises:
+            ConfigError: The samples are of no batch of this pass, or of another one than was handed out.
+        """
+        if self.newest is None or not self.has_begun or self.newest.dealt is None or not len(indices):
+            return self._reported + 1
+        # Two batches show whether ranks are dealt every W-th of their own batches.
+        if self._reported < 2 and not self.newest.overlaps:
+            self.newest.dealt.check_order(indices, self._reported)
+        return self._located(self.newest, self.newest.dealt, indices) if indices.is_cpu else indices
+
+    def _located(self, mine: Pass, dealt: DealtBatches, indices: torch.Tensor) -> int:
+        try:
+            step, is_whole = dealt.step_of(indices.numpy(), self._reported, mine.next_step)
+        except ConfigError:
+            if mine.overlaps:  # of a pass that began before this one, perhaps in another epoch
+                return self._reported
+            raise
+        if not is_whole and not mine.overlaps:
+            self._usage.warn_of_part(len(indices), dealt.batch_size)
+        return step + is_whole
+
+    def reported(self, located: int | torch.Tensor | None = None) -> None:
+        """Counts a report: of a batch that `locate` found, or of the next one."""
+        next_one = self._reported + 1
+        self._reported = located if isinstance(located, int) else next_one
+        self._unlocated = located if isinstance(located, torch.Tensor) else None
+        if self.newest is not None and self.has_begun:
+            self.newest.is_reported = True
+
+    # ── what is done ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def steps_reported(self) -> int:
+        """Returns the steps of the present epoch whose losses were reported, those before a resume included."""
+        if self._unlocated is not None and self.newest is not None and self.newest.dealt is not None:
+            indices, self._unlocated = self._unlocated.cpu(), None
+            self._reported = self._located(self.newest, self.newest.dealt, indices)
+        return self._reported
+
+    @property
+    def steps_done(self) -> int:
+        """Returns the steps of the present epoch whose losses were reported; without a report, those whose batches the
+        loop has got."""
+        mine = self.newest
+        if mine is None or not self.has_begun or mine.is_reported:
+            return self.steps_reported
+        num_got = mine.num_dealt if mine.count is None and self._counts_all else mine.num_got
+        if num_got is None or (mine.is_dropped and mine.is_look and not self._counts_all):
+            return self._reported
+        return min(mine.first_step + num_got, mine.num_steps)
+
+    @property
+    def steps_shown(self) -> int:
+        """Returns the steps that are known to be done without waiting for a device."""
+        return self._reported
+
+    @property
+    def has_trained(self) -> bool:
+        """Returns whether the passes so far were more than a look at the data."""
+        if self.newest is None or self._num_trained == 0:
+            return False
+        was_left = self._num_passes == 1 and not self.newest.has_ended and "report" not in self._usage.made
+        return not was_left and not (self.has_begun and self.newest.is_look)
+
+    @property
+    def has_pass(self) -> bool:
+        """Returns whether a pass has ever begun."""
+        return self._num_passes > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place between two steps: ``steps_done``; of the node of torchdata that asks, if one does.
+
+        A node reads ahead of training, and keeps the state with what was made of the indices that it has. Training has
+        done less. ``inside_batch`` is there if some indices of a batch are missing.
+        """
+        node = sys._getframe(2).f_locals.get("self")
+        asking = getattr(node, "_it", None) if type(node).__module__ == "torchdata.nodes.adapters" else None
+        if isinstance(asking, SamplerIterator) and asking.has_begun:
+            return asking.place_between_batches()
+        mine = self.newest
+        is_known = mine is None or mine.is_reported or mine.has_ended or mine.count is not None
+        if self.has_begun and not is_known and mine is not None and mine.num_dealt > 1 and not self._counts_all:
+            self._usage.warn_of_place(self._reported)
+        return {"steps_done": self.steps_done}
 
 
 def check_place(state: dict[str, Any]) -> None:
@@ -103,22 +323,58 @@ def check_place(state: dict[str, Any]) -> None:
         )
 
 
-class SamplerIterator(Iterator[Any]):
-    """An iterator over this rank's indices; the sampler does the work."""
+class PlacedSampler(Protocol):
+    """What an iterator knows of its sampler; `ShadeSampler` and `MixtureSampler` are such."""
 
-    def __init__(self, sampler: IteratedSampler) -> None:
-        self._sampler = sampler
+    batch_size: int
+    """Batch of one rank. A place is saved with it, so that other ranks can find it."""
+    place: Place
+
+    @property
+    def num_steps(self) -> int:
+        """Returns the steps of a whole pass."""
+        ...
+
+
+class SamplerIterator(Iterator[Any]):
+    """An iterator over this rank's indices; the sampler does the work.
+
+    The pass begins when its first index is asked for: loaders that keep their place make more iterators than they use.
+
+    Args:
+        sampler: The sampler.
+        begin: Begins the pass, which is told whether the iterator was set to a place; returns how many indices were
+            taken before it, and the rest.
+    """
+
+    def __init__(self, sampler: PlacedSampler, begin: Callable[[bool], tuple[int, Iterator[Any]]]) -> None:
+        self._sampler, self._begin = sampler, begin
         self._rest: Iterator[Any] | None = None
         self._num_taken: int | None = None
         self._is_placed = False
 
     def __next__(self) -> Any:
         if self._rest is None:
-            self._num_taken, self._rest = self._sampler._begin_pass(is_placed=self._is_placed)
+            self._num_taken, self._rest = self._begin(self._is_placed)
         index = next(self._rest)
         assert self._num_taken is not None, "it has begun"
         self._num_taken += 1
         return index
+
+    @property
+    def has_begun(self) -> bool:
+        """Returns whether the iterator has a place: its pass has begun, or it was set to one."""
+        return self._num_taken is not None
+
+    def place_between_batches(self) -> dict[str, Any]:
+        """Returns the place behind the indices that were taken, as `Place.state_dict` does."""
+        step, is_between = self._step_after(self._num_taken or 0, self._sampler.batch_size)
+        return {"steps_done": step} if is_between else {"steps_done": step, "inside_batch": True}
+
+    def _step_after(self, num_taken: int, batch_size: int) -> tuple[int, bool]:
+        """Returns the first step of which no index was taken, and whether a batch ends before it."""
+        step = -(-num_taken // batch_size)
+        return step, num_taken % batch_size == 0 or step == self._sampler.num_steps
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how many indices of this rank's epoch were taken; None before the pass has begun."""
@@ -129,33 +385,12 @@ class SamplerIterator(Iterator[Any]):
 
         Raises ConfigError if the place lies inside a batch.
         """
-        num_taken, batch_size = state["num_taken"], state["batch_size"]
-        if num_taken is not None:
-            self._sampler._seek(-(-num_taken // batch_size), is_between=num_taken % batch_size == 0)
-            self._num_taken, self._is_placed = num_taken, True
-
-
-def check_order(first: int, step: int, dealt: Sequence[Indices]) -> None:
-    """Checks that the batch that is reported is the one that was handed out at this step.
-
-    It is not if something between the sampler and the loop deals the batches out to ranks a second time: this rank
-    would then train on every W-th of its own batches, and no rank would train on the rest of the data.
-
-    Args:
-        first: First sample index of the reported batch.
-        step: The step of this report.
-        dealt: This rank's samples of that step and of the steps after it.
-
-    Raises:
-        ConfigError: It is this rank's batch of a later step.
-    """
-    for later, index_B in enumerate(dealt, step):
-        if first in index_B:
-            if later == step:
-                return
+        if state["num_taken"] is None:
+            return
+        step, is_between = self._step_after(state["num_taken"], state["batch_size"])
+        if not is_between:
             raise ConfigError.of(
-                f"the losses of the batch that was handed out at step {step} of the epoch",
-                f"those of step {later}'s",
-                "report every batch on every rank; if you do, something shards a second time what the sampler dealt to "
-                "ranks: leave the loader out of accelerator.prepare(…), or switch off whatever else shards it",
+                "a place between two batches", f"step {step}", "give loader and sampler one batch_size"
             )
+        self._sampler.place.seek(step)
+        self._num_taken, self._is_placed = state["num_taken"], True

@@ -116,13 +116,24 @@ class ForgottenCallWarning(UserWarning):
 
 
 class UsageWarnings:
-    """Records which calls one training loop makes."""
+    """Records which calls one training loop makes.
 
-    def __init__(self) -> None:
+    Args:
+        dataset: What the sampler was given; None if its numbers need no check.
+    """
+
+    def __init__(self, dataset: Any = None) -> None:
+        self._unchecked = dataset
         self.made: set[str] = set()
         """Calls that the loop ever made. The sampler adds to it in the middle of a step, where a method call would
         cost."""
         self._warned: set[str] = set()
+
+    def check_numbering(self) -> None:
+        """Checks the numbers of the data set's samples, once: without reports another order does no harm."""
+        if self._unchecked is not None:
+            check_numbering(self._unchecked)
+            self._unchecked = None
 
     def warn_of_part(self, num_reported: int, batch_size: int) -> None:
         """Warns of a report of a part of a batch."""

@@ -93,8 +93,9 @@ def test_a_loader_says_how_batches_are_made(dataset: ShadeDataset, sampler: Shad
         ),
         (
             ShadeSampler,
-            {"at_resume", "close", "load_state_dict", "num_steps", "order_of", "receipt", "report", "report_validation"}
-            | {"scores", "set_epoch", "state_dict", "steps_done", "take_losses", "total_steps", "weights"},
+            {"at_resume", "close", "epoch", "load_state_dict", "num_steps", "order_of", "receipt", "report"}
+            | {"report_validation", "scores", "set_epoch", "state_dict", "steps_done", "take_losses", "total_steps"}
+            | {"weights"},
         ),
         (ShadeLoader, {"epoch", "in_threads", "load_state_dict", "state_dict", "stats"}),
     ],

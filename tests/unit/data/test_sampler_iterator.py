@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shade import ShadeSampler
-from shade.data._sampler.place import SamplerIterator
+from shade.data._sampler.place import Place, SamplerIterator
+from shade.data._sampler.usage import UsageWarnings
 from shade.errors import ConfigError
 from shade.types import Stateful
 
@@ -20,23 +21,32 @@ def make(**options: Any) -> ShadeSampler:
     return ShadeSampler(range(N), batch_size=B, **({"mode": "uniform"} | options))
 
 
+class FixedPlace(Place):
+    """Refuses to be sent to another step."""
+
+    def seek(self, step: int) -> None:
+        raise AssertionError(step)
+
+
 class FakeSampler:
-    """Begins a pass at one place, and refuses to be sent to another."""
+    """Begins a pass at one place."""
 
     batch_size = B
 
     def __init__(self, taken: int, limit: int) -> None:
         self._taken, self._limit = taken, limit
+        self.place: Place = FixedPlace(UsageWarnings())
+        self.num_steps = -(-limit // B)
 
-    def _begin_pass(self, *, is_placed: bool) -> tuple[int, Iterator[int]]:
+    def __iter__(self) -> SamplerIterator:
+        return SamplerIterator(self, self._begin_pass)
+
+    def _begin_pass(self, is_placed: bool) -> tuple[int, Iterator[int]]:
         return self._taken, iter(range(self._taken, self._limit))
-
-    def _seek(self, step: int, *, is_between: bool) -> None:
-        raise AssertionError((step, is_between))
 
 
 def test_an_iterator_counts_what_it_gave() -> None:
-    iterator = SamplerIterator(FakeSampler(8, 11))
+    iterator = iter(FakeSampler(8, 11))
     assert isinstance(iterator, Stateful)
     assert iterator.state_dict() == {"num_taken": None, "batch_size": B}
     assert list(iterator) == [8, 9, 10]
@@ -44,7 +54,7 @@ def test_an_iterator_counts_what_it_gave() -> None:
 
 
 def test_a_state_of_a_pass_that_has_not_begun_moves_nothing() -> None:
-    SamplerIterator(FakeSampler(0, 1)).load_state_dict({"num_taken": None, "batch_size": B})
+    iter(FakeSampler(0, 1)).load_state_dict({"num_taken": None, "batch_size": B})
 
 
 @pytest.mark.parametrize("taken", [0, B, 5 * B, 12 * B, N])

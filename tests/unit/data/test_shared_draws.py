@@ -72,14 +72,14 @@ def stream(rank: int, num_samples: int, mode: str, resumes: bool) -> tuple[list[
     """Takes three epochs, with losses that follow from the sample; returns what was drawn, and by how many calls."""
     num_drawn = 0
     mine = ShadeSampler(Numbers(num_samples), batch_size=BATCH, mode=mode, seed=3)
-    draw = mine._mode.draw
+    draw = mine._draws.mode.draw
 
     def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal num_drawn
         num_drawn += 1
         return draw(*arguments, **options)
 
-    mine._mode.draw = counted  # type: ignore[method-assign]
+    mine._draws.mode.draw = counted  # type: ignore[method-assign]
     found = []
     for epoch in range(3):
         mine.set_epoch(epoch)
@@ -196,11 +196,11 @@ def test_a_draw_that_is_there_takes_no_copy_of_the_scores(tmp_path: Path, monkey
     monkeypatch.setattr(saved_draws, "agreed_name", lambda _: "name")
     num_samples = 1 << 20
     mine = ShadeSampler(Numbers(num_samples), batch_size=BATCH, mode="unbiased", seed=3)
-    mine._table.update(np.arange(num_samples), np.ones(num_samples, dtype=np.float32))
-    mine._shared = saved_draws.SharedDraws(num_samples)
-    first = mine._own_draw(1)
+    mine._draws.table.update(np.arange(num_samples), np.ones(num_samples, dtype=np.float32))
+    mine._draws._shared = saved_draws.SharedDraws(num_samples)
+    first = mine._draws._own(1)
     tracemalloc.start()
-    second = mine._own_draw(1)
+    second = mine._draws._own(1)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert np.array_equal(first.order_K, second.order_K)

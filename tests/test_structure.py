@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dead_names import dead_names
+from tests.support.dead_names import OTHERS, dead_names, missing_names
 from tests.support.structure import class_sizes, modules, private_doors, unit_tests_of_nothing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -384,6 +384,8 @@ def test_every_exception_is_needed() -> None:
     assert set(LARGE_CLASSES) <= large, "small enough now: take it out of LARGE_CLASSES"
     doors = {(place.partition(":")[0], used) for place, used in private_doors(PACKAGE)}
     assert doors >= OPEN_DOORS, "closed now: take it out of OPEN_DOORS"
+    missing = {name for _, name, _ in missing_names(ROOT)}
+    assert set(OTHERS) <= missing, "in no page and no docstring, or in the code: take it out of OTHERS"
     assert set(TESTS_OF_NO_MODULE) <= set(unit_tests_of_nothing(ROOT)), "fits now: take it out of TESTS_OF_NO_MODULE"
 
 

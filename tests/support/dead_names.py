@@ -29,6 +29,7 @@ from pathlib import Path
 
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/**/*.md")
 CODE = ("shade", "tests", "benchmarks", "examples", "docs", "scripts")
+LISTS = ("dead_names.py", "test_structure.py", "test_measure_structure.py")
 FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2", re.DOTALL | re.MULTILINE)
 TICKED = re.compile(r"(?<!`)(`{1,2})([^`\n]+)\1(?!`)")
 PATH = re.compile(r"(?:[\w.<>*-]+/)+[\w.<>*-]*(?:::\w+)?")
@@ -148,9 +149,7 @@ class Clone:
         self.example_words = set(re.findall(r"\w+", self.examples))
 
     def lacks(self, name: str) -> str:
-        """Returns why the name in backticks is dead, or nothing if it lives or is not ours."""
-        if name in OTHERS:
-            return ""
+        """Returns why the name in backticks is dead, or nothing if it lives or has a form that is left alone."""
         if PATH.fullmatch(name):
             return self._lacks_path(name)
         if FILE.fullmatch(name):
@@ -227,9 +226,10 @@ class Clone:
 
     @functools.cached_property
     def _other_programs(self) -> list[str]:
-        """The Python files outside the package, as text."""
+        """The Python files outside the package, as text, without those that list dead names."""
         folders = [self.root / name for name in CODE if name != "shade"]
-        texts = [path.read_text(encoding="utf-8") for folder in folders for path in sorted(folder.rglob("*.py"))]
+        paths = [path for folder in folders for path in sorted(folder.rglob("*.py")) if path.name not in LISTS]
+        texts = [path.read_text(encoding="utf-8") for path in paths]
         scripts = [path for path in sorted((self.root / "scripts").glob("*")) if path.is_file()]
         return texts + [text for path in scripts if "python" in (text := path.read_text(encoding="utf-8"))[:40]]
 
@@ -273,7 +273,13 @@ def _names(tree: ast.Module | ast.ClassDef) -> set[str]:
     return found
 
 
+def missing_names(root: Path) -> list[tuple[str, str, str]]:
+    """Returns place, name and reason of what stands in backticks and not in this clone, names of others included."""
+    clone = Clone(root)
+    return [(place, name, why) for place, name in ticked(root) if (why := clone.lacks(name))]
+
+
 def dead_names(root: Path) -> list[str]:
     """Returns what stands in backticks and exists nowhere, with its place."""
-    clone = Clone(root)
-    return [f"{place} `{name}`: {why}" for place, name in ticked(root) if (why := clone.lacks(name))]
+    missing = ((place, name, why) for place, name, why in missing_names(root) if name not in OTHERS)
+    return [f"{place} `{name}`: {why}" for place, name, why in missing]

@@ -29,18 +29,14 @@ MOST_ATTRIBUTES = 20
 MOST_MODULES = 12
 REGISTRIES = ("policy", "_strategies", "_codecs")
 LARGE_CLASSES = {
-    "shade.cache.cache.SampleCache": "TODO",
-    "shade.cache.sharing.Sharing": "TODO",
-    "shade.checkpoint._session.checkpointer.Checkpointer": "TODO",
-    "shade.checkpoint._tiers.memory.MemoryTier": "TODO",
+    "shade.cache.sharing.Sharing": "one lock: what its thread learns of other jobs, and what training decides by it",
+    "shade.checkpoint._session.checkpointer.Checkpointer": "the face of snapshots: one method a promise of the docs",
     "shade.config.RunConfig": "one field for each flag of the launcher",
     "shade.data._sampler.mixture.MixtureSampler": "until place.py",
     "shade.data._sampler.sampler.ShadeSampler": "until place.py",
-    "shade.data._shards.shards.Shards": "TODO",
-    "shade.gradient._comm.step.GradientStep": "TODO",
-    "shade.gradient._engine.engine.GradientEngine": "TODO",
-    "shade.store.disk.DiskStore": "TODO",
-    "shade.train.record.RunRecord": "TODO",
+    "shade.gradient._comm.step.GradientStep": "what each stage of the pipeline leaves for the next, field by field",
+    "shade.gradient._engine.engine.GradientEngine": "the face of the exchange: one method a promise of the docs",
+    "shade.train.record.RunRecord": "the files that a run writes, and what it measured since the last row",
 }
 """Classes that may be larger than others, and why."""
 # Until place.py: what reads the place of training goes through the sampler's and the mixture's private attributes.

@@ -27,6 +27,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.structure import parsed
+
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/**/*.md")
 CODE = ("shade", "tests", "benchmarks", "examples", "docs", "scripts")
 LISTS = ("dead_names.py", "test_structure.py", "test_measure_structure.py")
@@ -86,19 +88,13 @@ OTHERS: dict[str, str] = {
 """Whose a name is that stands nowhere in the code of the clone."""
 
 
-@functools.cache
-def tree_of(text: str) -> ast.Module:
-    """The syntax tree of a text."""
-    return ast.parse(text)
-
-
 def documented(root: Path) -> Iterator[tuple[str, int, str]]:
     """Yields file, line and text of every page without its blocks of code, and of every docstring of the package."""
     for path in pages(root):
         prose = FENCED.sub(lambda block: "\n" * block[0].count("\n"), path.read_text(encoding="utf-8"))
         yield str(path.relative_to(root)), 1, prose
     for path in sorted((root / "shade").rglob("*.py")):
-        for node in ast.walk(tree_of(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
@@ -137,7 +133,7 @@ class Clone:
         """Identifiers of the package and words of its strings."""
         for path in sorted((root / "shade").rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
-            tree = tree_of(path.read_text(encoding="utf-8"))
+            tree = parsed(path.read_text(encoding="utf-8"))
             self.modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = tree
             self.classes |= {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
             self.words |= _words(tree)
@@ -222,7 +218,7 @@ class Clone:
         if name in self.words or name in self.example_words or f"{name}.py" in self.files:
             return True
         # Most names are of the package; of the other files only those that have the name are parsed.
-        return any(name in text and name in _words(tree_of(text)) for text in self._other_programs)
+        return any(name in text and name in _words(parsed(text)) for text in self._other_programs)
 
     @functools.cached_property
     def _other_programs(self) -> list[str]:

@@ -151,14 +151,14 @@ def test_markdown_has_both_columns(script: Any, root: Path, capsys: pytest.Captu
 
 
 MOST = {
-    "lines": 59_900,
+    "lines": 60_020,
     "private doors": 8,
     "class names in two or more modules": 0,
     "docstrings 'See `X`'": 0,
     "dialect words": 10,
     "import cycles": 0,
     "dead names": 0,
-    "docstring lines": 12_260,
+    "docstring lines": 12_320,
     "docstrings over 20 lines": 59,
     "unit tests named after nothing": 9,
 }

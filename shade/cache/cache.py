@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from shade.cache.admission import COUNTER, Admission, SharedCounter
 from shade.cache.breaker import Breaker
+from shade.cache.capacity import Capacity
 from shade.cache.entry import HEADER_BYTES
 from shade.cache.fetch import Fetch, ReadOrigin, fetch_through
 from shade.cache.job_registry import EntryNames
@@ -66,7 +67,7 @@ class SampleCache:
         """Keys of slot 0, which a job uses that is alone."""
         self.residency = ResidencyMap(len(payload_bytes_N))
         self.slots = EntryNames(namespace, self.residency)
-        self.capacity_bytes = capacity_bytes
+        self._capacity = Capacity(capacity_bytes, self.residency)
         self._cached_format = cached_format
         self._size_bytes_N: npt.NDArray[np.int64] | None = self.entry_bytes(payload_bytes_N)
         self._largest_bytes = int(self.size_bytes_N.max())
@@ -91,9 +92,7 @@ class SampleCache:
         kept = (
             "store",
             "disk",
-            "_capacity_bytes",
-            "_allowed_bytes",
-            "_quota_bytes",
+            "_capacity",
             "keys",
             "slots",
             "residency",
@@ -133,26 +132,25 @@ class SampleCache:
     @property
     def capacity_bytes(self) -> int:
         """Returns what the entries of this data set may occupy in the store; `resize` may allow less for the moment."""
-        return self._capacity_bytes
+        return self._capacity.total_bytes
 
     @capacity_bytes.setter
     def capacity_bytes(self, num_bytes: int) -> None:
-        self._capacity_bytes = self._allowed_bytes = self._quota_bytes = self.residency.capacity_bytes = int(num_bytes)
+        self._capacity = Capacity(num_bytes, self.residency)
 
     @property
     def allowed_bytes(self) -> int:
         """Returns what `resize` has left of `capacity_bytes`; the same on every rank."""
-        return self._allowed_bytes
+        return self._capacity.allowed_bytes
 
     @property
     def quota_bytes(self) -> int:
         """Returns this job's share of `capacity_bytes` while other jobs use the cache, too."""
-        return self._quota_bytes
+        return self._capacity.quota_bytes
 
     @quota_bytes.setter
     def quota_bytes(self, num_bytes: int) -> None:
-        self._quota_bytes = int(num_bytes)
-        self.residency.capacity_bytes = min(self._quota_bytes, self._allowed_bytes)
+        self._capacity.share(num_bytes)
 
     @property
     def admission(self) -> Admission:
@@ -272,8 +270,7 @@ class SampleCache:
     def resize(self, allowed_bytes: int, rank: int, world_size: int) -> int:
         """Makes the capacity smaller, or large again: the least useful samples leave; returns how many. All ranks call
         it after the same batch; each removes every ``world_size``-th of the samples that leave."""
-        self._allowed_bytes = max(0, min(int(allowed_bytes), self.capacity_bytes))
-        self.quota_bytes = self._quota_bytes
+        self._capacity.allow(allowed_bytes)
         if self._policy is None or self.residency.is_shared:  # the next batch of `Sharing` frees the space
             return 0
         leaving = self._policy.resize(self.residency.capacity_bytes)

@@ -144,7 +144,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
 
     def _write_note(self, path: Path, name: str, tag: str, step: int) -> None:
         """Writes the note that names a state's snapshot to the state's path, to be there after a power cut too."""
-        rank = self.checkpointer._group.rank
+        rank = self.checkpointer.group.rank
         note = {NOTE: _VERSION, "run": self.checkpointer.run, "step": step, "tag": tag, "rank": rank, "file": name}
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, durable=True) as beside:
@@ -185,7 +185,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
 
     def _read(self, snapshot: Snapshot, note: dict[str, Any]) -> Any:
         """Reads one rank's state: its part of that rank's tree, and the chunks that it needs."""
-        reader = self.checkpointer._tiers.reader
+        reader = self.checkpointer.tiers.reader
         tree = part_of(reader.manifest(snapshot, note["rank"]).tree, ["state"])
         whole = part_of(_only_child(tree), ["tag", "files"])
         tag, files = unflatten(part_of(whole, ["tag"]), {})["tag"], _only_child(part_of(whole, ["files"]))

@@ -1,9 +1,8 @@
 """Stores bytes by key, in batches, in this process, a Redis server, a Redis Cluster or a folder of a local disk.
 
 Each module that registers a scheme is imported here. Reading order: `base` (what a store is) → `url` → `keys` → `wire`,
-`link`, `node` (one server) → `redis_commands`, `redis`, `cluster` → `memory`, `disk`, `server`, `local`. Beside them:
-`local_cluster`, `service`, `cluster_bootstrap` and `resharding` run servers, and `origin` and `origin_url` read the
-data set itself.
+`link`, `node` (one server) → `redis_commands`, `redis`, `cluster` → `memory` → `disk_files`, `disk`. `_servers` starts
+servers: one here (`server`), several here (`local_cluster`), one on each machine (`service`, `cluster_bootstrap`).
 """
 
 from __future__ import annotations

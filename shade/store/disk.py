@@ -38,50 +38,30 @@ import itertools
 import logging
 import os
 import sqlite3
-import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
 from urllib.parse import quote
 
-import xxhash
 from typing_extensions import override
 
 from shade.errors import ConfigError, StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
 from shade.process import exclusive_lock, file_system_of, is_network, this_machine
 from shade.store.base import STORES, NodeStats, Store, StoreStats
+from shade.store.disk_files import (
+    JOB,
+    KEYS_AT_ONCE,
+    DiskFiles,
+    job_path,
+    newest_generation,
+    open_file,
+    replace_damaged,
+    stored_bytes,
+)
 from shade.store.keys import placement_tags
 from shade.store.url import StoreURL
 from shade.types import Bytes
 
 logger = logging.getLogger("shade.store")
-
-FORMAT: Final = 1
-UNIT_BYTES: Final = 512
-_INLINE_BYTES: Final = 128
-"""Values up to this length lie in the index."""
-_ROW_BYTES: Final = 96
-"""A row of the index without its key, its share of half-empty pages included."""
-_LOCK_SECONDS: Final = 10.0
-"""Wait for another process's batch to be written; a disk that needs longer is left alone by the circuit breaker."""
-_KEYS_AT_ONCE: Final = 1000
-_JOB: Final = ".job"
-"""End of the names of files that are locked by the processes that use a data set's entries."""
-_PLACE: Final = struct.Struct("<QQ")
-_SCHEMA: Final = """
-begin immediate;
-create table if not exists entry(
-    key text primary key, length integer not null, digest integer not null, places blob not null, value blob
-) without rowid;
-create table if not exists gap(place integer primary key, length integer not null);
-create index if not exists gap_length on gap(length);
-create table if not exists total(name text primary key, number integer not null) without rowid;
-insert or ignore into total values ('used', 0), ('end', 0), ('entries', 0);
-commit;
-"""
-_Row: TypeAlias = "tuple[int, int, bytes, bytes | None]"
-"""Length, checksum, places, and the value if it lies in the row."""
-_ROW_TYPES: Final = ((int, int, bytes, type(None)), (int, int, bytes, bytes))
 
 
 def disk_url(text: str) -> StoreURL:
@@ -103,103 +83,7 @@ def check_local(folder: str) -> None:
         raise ConfigError.of("a local disk, whose files no other machine changes", got, cure)
 
 
-def _digest(key: str, value: Bytes) -> int:
-    """Returns 63 bits, which SQLite's signed integers hold."""
-    return xxhash.xxh3_64_intdigest(value, seed=xxhash.xxh3_64_intdigest(key.encode())) >> 1
-
-
-def _in_units(length: int) -> int:
-    return -(-length // UNIT_BYTES) * UNIT_BYTES
-
-
-def _open(path: str) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-class _Files:
-    """One process's open files of one generation. Opening creates them, under the folder's lock."""
-
-    def __init__(self, folder: str) -> None:
-        self.lock = threading.RLock()
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        self._users = _open(os.path.join(folder, f"{FORMAT}.users"))
-        self.entries = -1
-        self.base: Any = None
-        try:
-            fcntl.flock(self._users, fcntl.LOCK_SH)
-            with exclusive_lock(os.path.join(folder, "lock")):
-                _remove_older_formats(folder)
-                self.generation = max(_generations(folder), default=0)
-                self.stem = os.path.join(folder, f"{FORMAT}-{self.generation}")
-                self.entries = _open(f"{self.stem}.entries")
-                owner = os.fstat(self.entries).st_uid
-                if owner != os.geteuid():
-                    raise PermissionError(errno.EACCES, f"it belongs to user id {owner}")
-                index = f"{self.stem}.index"
-                os.close(_open(index))  # for its mode
-                self.base = sqlite3.connect(index, _LOCK_SECONDS, isolation_level=None, check_same_thread=False)
-                self._use_log(index)
-                self.base.execute("pragma synchronous=normal")
-                if not self.base.execute("select 1 from sqlite_master where name = 'total'").fetchall():
-                    self.base.executescript(_SCHEMA)  # else nothing is written: another job's batch may take long
-        except BaseException:
-            self.close()
-            raise
-
-    def _use_log(self, index: str) -> None:
-        try:
-            self.base.execute("pragma journal_mode=wal")
-        except sqlite3.OperationalError as error:
-            with open(index, "rb") as file:
-                has_log = file.read(20)[18:] == b"\2\2"
-            if has_log:
-                raise
-            # Processes open it one after the other: one that is in use has a log, unless its first page is lost.
-            raise sqlite3.DatabaseError("the index has lost its first page") from error
-
-    @property
-    def is_gone(self) -> bool:
-        """Returns whether the files were unlinked: the index was damaged, or the folder was deleted."""
-        return os.fstat(self.entries).st_nlink == 0
-
-    def close(self) -> None:
-        """Closes all files."""
-        if self.base is not None:
-            self.base.close()
-        for descriptor in (self.entries, self._users):
-            if descriptor >= 0:
-                os.close(descriptor)
-
-
-def _generations(folder: str) -> list[int]:
-    names = [name.removesuffix(".entries").split("-") for name in os.listdir(folder) if name.endswith(".entries")]
-    return [int(name[1]) for name in names if len(name) == 2 and name[0] == str(FORMAT) and name[1].isdecimal()]
-
-
-def _remove(folder: str, prefix: str) -> None:
-    for name in os.listdir(folder):
-        if name.startswith(prefix):
-            os.unlink(os.path.join(folder, name))
-
-
-def _remove_older_formats(folder: str) -> None:
-    """Removes the files of older format versions that no process has open."""
-    for number in range(FORMAT):
-        users = os.path.join(folder, f"{number}.users")
-        if not os.path.exists(users):
-            continue
-        descriptor = _open(users)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(folder, f"{number}-")
-            _remove(folder, f"{number}.")
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(descriptor)
-
-
-_abandoned: list[_Files] = []
+_abandoned: list[DiskFiles] = []
 """Files of a parent process: a child closes none of them, since SQLite's locks belong to processes."""
 
 
@@ -227,7 +111,7 @@ class DiskStore(Store):
             cure = f"write disk://{url.path}?capacity=500GiB"
             raise ConfigError.of("a capacity, which bounds what is kept on the disk", self.url, cure)
         self._max_bytes = url.capacity_bytes
-        self._files_by_process: dict[int, _Files] = {}
+        self._files_by_process: dict[int, DiskFiles] = {}
         self._opening = threading.Lock()
         self._opener = os.getpid()
         self._entered: list[int] = []
@@ -235,7 +119,7 @@ class DiskStore(Store):
     def __reduce__(self) -> tuple[type[DiskStore], tuple[StoreURL, float]]:
         return type(self), (self._url, self._timeout_seconds)
 
-    def _files(self) -> _Files:
+    def _files(self) -> DiskFiles:
         """Returns this process's files; opens them if they are not open, or were unlinked meanwhile."""
         process = os.getpid()
         if process != self._opener:  # a child: its parent's threads, and what they hold, are not here
@@ -253,27 +137,19 @@ class DiskStore(Store):
                 self._files_by_process[process] = files = self._open()
             return files
 
-    def _open(self) -> _Files:
+    def _open(self) -> DiskFiles:
         check_local(self._folder)
         for _ in range(3):
             try:
-                return _Files(self._folder)
+                return DiskFiles(self._folder, self._max_bytes)
             except sqlite3.OperationalError:
                 raise
             except sqlite3.DatabaseError:
-                self._give_up(max(_generations(self._folder), default=0))
+                replace_damaged(self._folder, newest_generation(self._folder))
         raise StoreUnavailableError(f"the disk {self._folder} damages what is written to it; name another folder")
 
-    def _give_up(self, generation: int) -> None:
-        """Replaces the files of a generation whose index is damaged by empty ones, unless another process has."""
-        with exclusive_lock(os.path.join(self._folder, "lock")):
-            if max(_generations(self._folder), default=0) != generation:
-                return
-            os.close(_open(os.path.join(self._folder, f"{FORMAT}-{generation + 1}.entries")))
-            _remove(self._folder, f"{FORMAT}-{generation}.")
-
     @contextlib.contextmanager
-    def _using(self, *, writes: bool) -> Iterator[_Files]:
+    def _using(self, *, writes: bool) -> Iterator[DiskFiles]:
         """Gives this process's files, in a transaction if it ``writes``, and turns what fails into a `StoreError`."""
         self._check_open()
         files = None
@@ -297,7 +173,7 @@ class DiskStore(Store):
         except (sqlite3.DatabaseError, OSError) as error:
             raise self._failure(error, files) from error
 
-    def _failure(self, error: Exception, files: _Files | None) -> StoreError:
+    def _failure(self, error: Exception, files: DiskFiles | None) -> StoreError:
         words = str(error)
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in words:
             return StoreFullError(f"the disk of {self._folder} has no space left; free some, or lower the capacity")
@@ -306,53 +182,16 @@ class DiskStore(Store):
         is_damage = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
         if (is_damage or "no such table" in words or "decode" in words) and files is not None:
             with contextlib.suppress(OSError):
-                self._give_up(files.generation)
+                replace_damaged(self._folder, files.generation)
             return StoreUnavailableError(f"the index in {self._folder} is damaged ({words}); it begins anew, empty")
         return StoreUnavailableError(f"the disk of {self._folder} does not work: {words}")
-
-    @staticmethod
-    def _rows(files: _Files, keys: Sequence[str]) -> dict[str, _Row]:
-        found: dict[str, _Row] = {}
-        with files.lock:
-            for start in range(0, len(keys), _KEYS_AT_ONCE):
-                part = tuple(keys[start : start + _KEYS_AT_ONCE])
-                marks = ",".join("?" * len(part))
-                asked = f"select key, length, digest, places, value from entry where key in ({marks})"
-                for key, *row in files.base.execute(asked, part):
-                    if tuple(map(type, row)) not in _ROW_TYPES:
-                        raise sqlite3.DatabaseError("a row has other columns than were written")
-                    found[key] = tuple(row)
-        return found
-
-    @staticmethod
-    def _read(files: _Files, row: _Row) -> bytes:
-        """Returns what lies at a row's places, at most as long as its value; shorter if the file is."""
-        length, _, places, value = row
-        if value is not None:
-            return bytes(value)
-        parts = [
-            os.pread(files.entries, min(room, length - done), place)
-            for done, place, room in _pieces(places)
-            if done < length
-        ]
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _value(self, files: _Files, key: str, row: _Row) -> bytes | None:
-        """Returns a row's value; None if the bytes are not those that were written under this key."""
-        try:
-            value = self._read(files, row)
-        except (OverflowError, ValueError, TypeError):  # a flipped bit in the row
-            return None
-        return value if len(value) == row[0] and _digest(key, value) == row[1] else None
 
     @override
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         with self._using(writes=False) as files:
-            rows = self._rows(files, keys)
-            for _, place, room in (piece for row in rows.values() for piece in _pieces(row[2])):
-                with contextlib.suppress(OSError, OverflowError):
-                    os.posix_fadvise(files.entries, place, room, os.POSIX_FADV_WILLNEED)  # the batch at once
-            found = {key: self._value(files, key, row) for key, row in rows.items()}
+            rows = files.rows(keys)
+            files.prefetch(rows.values())
+            found = {key: files.value(key, row) for key, row in rows.items()}
             for key in [key for key, value in found.items() if value is None]:
                 with contextlib.suppress(StoreError):  # a disk that cannot be written may still be read
                     found[key] = self._second_look(key)
@@ -361,10 +200,10 @@ class DiskStore(Store):
     def _second_look(self, key: str) -> bytes | None:
         """Reads an entry again while no process writes; removes it if it is damaged."""
         with self._using(writes=True) as files:
-            row = self._rows(files, [key]).get(key)
-            value = None if row is None else self._value(files, key, row)
+            row = files.rows([key]).get(key)
+            value = None if row is None else files.value(key, row)
             if row is not None and value is None:
-                self._drop(files, {key: row})
+                files.drop({key: row})
         return value
 
     @override
@@ -378,115 +217,32 @@ class DiskStore(Store):
     def _write(self, items: Mapping[str, Bytes], *, replaces: bool) -> list[bool]:
         try:
             with self._using(writes=True) as files:
-                rows = self._rows(files, list(items))
+                rows = files.rows(list(items))
                 return [
-                    (replaces or key not in rows) and self._put(files, key, value, rows.get(key))
+                    (replaces or key not in rows) and files.put(key, value, rows.get(key))
                     for key, value in items.items()
                 ]
         except StoreFullError:
             return [False] * len(items)
 
-    def _put(self, files: _Files, key: str, value: Bytes, old: _Row | None) -> bool:
-        content = value if isinstance(value, bytes) else bytes(value)
-        used = self._total(files, "used") - (0 if old is None else self.stored_bytes(len(key), old[0]))
-        if used + self.stored_bytes(len(key), len(content)) > self._max_bytes:
-            return False
-        if old is not None:
-            self._drop(files, {key: old})
-        inline = content if len(content) <= _INLINE_BYTES else None
-        places = b"" if inline is not None else self._store(files, memoryview(content))
-        row = (key, len(content), _digest(key, content), places, inline)
-        files.base.execute("insert into entry values (?, ?, ?, ?, ?)", row)
-        self._count(files, 1, self.stored_bytes(len(key), len(content)))
-        return True
-
-    def _store(self, files: _Files, content: memoryview) -> bytes:
-        """Writes a value into gaps or at the end; returns its places."""
-        places, done = b"", 0
-        for place, room in self._allocate(files, _in_units(len(content))):
-            part, offset = content[done : done + room], place
-            while part:
-                num_written = os.pwrite(files.entries, part, offset)
-                part, offset = part[num_written:], offset + num_written
-            places += _PLACE.pack(place, room)
-            done += room
-        return places
-
-    def _allocate(self, files: _Files, wanted: int) -> Iterator[tuple[int, int]]:
-        """Yields places and their bytes: the smallest gap that is large enough, else the end, else the largest gaps."""
-        ask, end = files.base.execute, self._total(files, "end")
-        gap = ask("select place, length from gap where length >= ? order by length limit 1", (wanted,)).fetchone()
-        while gap is not None or end + wanted > self._max_bytes:
-            gap = gap or ask("select place, length from gap order by length desc limit 1").fetchone()
-            if gap is None:
-                raise OSError(errno.ENOSPC, "no gap is left")
-            place, length = gap
-            taken, gap = min(length, wanted), None
-            ask("delete from gap where place = ?", (place,))
-            if length > taken:
-                ask("insert into gap values (?, ?)", (place + taken, length - taken))
-            yield place, taken
-            wanted -= taken
-            if not wanted:
-                return
-        ask("update total set number = ? where name = 'end'", (end + wanted,))
-        yield end, wanted
-
-    def _drop(self, files: _Files, rows: Mapping[str, _Row]) -> None:
-        """Deletes rows, and makes gaps of their places."""
-        files.base.executemany("delete from entry where key = ?", [(key,) for key in rows])
-        for _, place, room in (piece for row in rows.values() for piece in _pieces(row[2])):
-            if place + room <= self._total(files, "end"):  # else a flipped bit
-                self._make_gap(files, place, room)
-        self._count(files, -len(rows), -sum(self.stored_bytes(len(key), row[0]) for key, row in rows.items()))
-
-    def _make_gap(self, files: _Files, place: int, room: int) -> None:
-        """Frees a place, joined with the gaps beside it; one at the end makes the file shorter."""
-        ask = files.base.execute
-        before = ask("select place, length from gap where place < ? order by place desc limit 1", (place,)).fetchone()
-        after = ask("select place, length from gap where place = ?", (place + room,)).fetchone()
-        begin, end = place, place + room
-        if before is not None and sum(before) == place:
-            begin = before[0]
-        if after is not None:
-            end += after[1]
-        ask("delete from gap where place in (?, ?)", (begin, place + room))
-        if end < self._total(files, "end"):
-            ask("insert or replace into gap values (?, ?)", (begin, end - begin))
-            return
-        ask("update total set number = ? where name = 'end'", (begin,))
-        os.ftruncate(files.entries, begin)
-
-    @staticmethod
-    def _total(files: _Files, name: str) -> int:
-        row = files.base.execute("select number from total where name = ?", (name,)).fetchone()
-        if row is None or type(row[0]) is not int:
-            raise sqlite3.DatabaseError(f"the total {name!r} is missing")
-        return int(row[0])
-
-    @staticmethod
-    def _count(files: _Files, num_entries: int, num_bytes: int) -> None:
-        changes = [(num_entries, "entries"), (num_bytes, "used")]
-        files.base.executemany("update total set number = number + ? where name = ?", changes)
-
     @override
     def delete_many(self, keys: Sequence[str]) -> list[int]:
         with self._using(writes=True) as files:
-            rows = self._rows(files, keys)
-            self._drop(files, rows)
+            rows = files.rows(keys)
+            files.drop(rows)
         lengths = {key: row[0] for key, row in rows.items()}
         return [lengths.pop(key, -1) for key in keys]
 
     @override
     def increment(self, key: str, by: int) -> int:
         with self._using(writes=True) as files:
-            old = self._rows(files, [key]).get(key)
-            value = b"0" if old is None else self._value(files, key, old)
+            old = files.rows([key]).get(key)
+            value = b"0" if old is None else files.value(key, old)
             try:
                 number = int(value or b"0") + by  # a damaged counter begins at 0, and is counted again by its owner
             except ValueError:
                 raise StoreError(f"expected an integer under {key!r}, got other bytes; use another key") from None
-            if not self._put(files, key, b"%d" % number, old):
+            if not files.put(key, b"%d" % number, old):
                 raise StoreFullError(f"expected room for the counter {key!r}, got a full store; raise its capacity")
         return number
 
@@ -494,21 +250,16 @@ class DiskStore(Store):
     def scan(self, prefix: str) -> Iterator[str]:
         last = None
         while True:
-            with self._using(writes=False) as files, files.lock:
-                asked = "select key from entry where key >= ? and substr(key, 1, ?) = ? order by key limit ?"
-                if last is not None:
-                    asked = asked.replace("key >= ?", "key > ?", 1)
-                start = (prefix if last is None else last, len(prefix), prefix, _KEYS_AT_ONCE)
-                keys = [key for (key,) in files.base.execute(asked, start)]
+            with self._using(writes=False) as files:
+                keys = files.keys_after(prefix, last)
             yield from keys
-            if len(keys) < _KEYS_AT_ONCE:
+            if len(keys) < KEYS_AT_ONCE:
                 return
             last = keys[-1]
 
     @override
     def stored_bytes(self, key_length: int, value_length: int) -> int:
-        inline = value_length if value_length <= _INLINE_BYTES else _in_units(value_length)
-        return 2 * key_length + _ROW_BYTES + inline
+        return stored_bytes(key_length, value_length)
 
     @override
     def placement(self) -> list[str]:
@@ -524,12 +275,12 @@ class DiskStore(Store):
     @override
     def enter(self, namespace: str, wanted_bytes: int) -> None:
         with self._using(writes=False), exclusive_lock(os.path.join(self._folder, "lock")):
-            own = os.path.join(self._folder, f"{FORMAT}.{namespace}{_JOB}")
-            held = _open(own)
+            own = job_path(self._folder, namespace)
+            held = open_file(own)
             fcntl.flock(held, fcntl.LOCK_SH)
             os.utime(own)
             self._entered.append(held)
-            others = [os.path.join(self._folder, name) for name in os.listdir(self._folder) if name.endswith(_JOB)]
+            others = [os.path.join(self._folder, name) for name in os.listdir(self._folder) if name.endswith(JOB)]
             others = sorted((path for path in others if path != own), key=lambda path: os.stat(path).st_mtime)
         for path in others:
             if self.stats().used_bytes + wanted_bytes - self._bytes_of(namespace) <= self._max_bytes:
@@ -537,24 +288,17 @@ class DiskStore(Store):
             self._remove_unused(path)
 
     def _bytes_of(self, namespace: str) -> int:
-        lengths = (
-            f"case when value is null then (length + {UNIT_BYTES - 1}) / {UNIT_BYTES} * {UNIT_BYTES} else length end"
-        )
-        asked = (
-            f"select coalesce(sum(2 * length(key) + {_ROW_BYTES} + {lengths}), 0) from entry where key between ? and ?"
-        )
-        with self._using(writes=False) as files, files.lock:
-            ranges = [(prefix, f"{prefix}\U0010ffff") for prefix in _prefixes(namespace)]
-            return sum(int(files.base.execute(asked, ends).fetchone()[0]) for ends in ranges)
+        with self._using(writes=False) as files:
+            return sum(files.bytes_of(prefix) for prefix in _prefixes(namespace))
 
     def _remove_unused(self, path: str) -> None:
         """Removes a data set's entries, unless a process uses them."""
-        namespace = os.path.basename(path).removesuffix(_JOB).partition(".")[2]
-        held = _open(path)
+        namespace = os.path.basename(path).removesuffix(JOB).partition(".")[2]
+        held = open_file(path)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for prefix in _prefixes(namespace):
-                while keys := list(itertools.islice(self.scan(prefix), _KEYS_AT_ONCE)):
+                while keys := list(itertools.islice(self.scan(prefix), KEYS_AT_ONCE)):
                     self.delete_many(keys)
             logger.info("removed the entries of the data set %s, which no job uses, from %s", namespace, self._folder)
         except BlockingIOError:
@@ -565,8 +309,8 @@ class DiskStore(Store):
     @override
     def stats(self) -> StoreStats:
         with self._using(writes=False) as files, files.lock:
-            used, entries = self._total(files, "used"), self._total(files, "entries")
-        return StoreStats((NodeStats(self._folder, "primary", used, self._max_bytes, entries, f"format {FORMAT}"),))
+            used, entries, version = files.total("used"), files.total("entries"), files.version
+        return StoreStats((NodeStats(self._folder, "primary", used, self._max_bytes, entries, f"format {version}"),))
 
     @override
     def ping(self) -> None:
@@ -589,12 +333,3 @@ class DiskStore(Store):
 def _prefixes(namespace: str) -> list[str]:
     """Returns how the keys of a data set's entries begin: those of one job, and those in the slots of several."""
     return [f"shade:{namespace}{mark}" for mark in ":."]
-
-
-def _pieces(places: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yields of each piece of a value the bytes before it, its place and its room; nothing of what is no list of
-    pieces."""
-    done = 0
-    for place, room in _PLACE.iter_unpack(places) if len(places) % _PLACE.size == 0 else ():
-        yield done, place, room
-        done += room

@@ -57,7 +57,7 @@ class Snapshots:
         )
         self._checkpointer.attach(**things)
         self._checkpointer.watch("SIGTERM", *filter(None, [config.notice]))
-        tiers = self._checkpointer._tiers
+        tiers = self._checkpointer.tiers
         self._one_memory = None
         if cache is not None and tiers.memory is not None:
             self._one_memory = OneMemory(cache, tiers.memory, flushed=tiers.storage is not None)

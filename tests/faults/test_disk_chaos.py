@@ -29,8 +29,7 @@ import pytest
 
 from shade.cache import breaker
 from shade.errors import StoreUnavailableError
-from shade.store import disk as disk_module
-from shade.store import open_store
+from shade.store import disk_files, open_store
 from tests.support.data_plane import Job, Outcome, make_pictures, train
 
 NUM_SAMPLES, EPOCHS = 160, 3
@@ -56,7 +55,7 @@ def slowed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 def write_as_neighbour(url: str, seed: int, format_version: int) -> None:
     """Another process on the same folder, with entries of its own; runs until it is killed."""
-    with mock.patch.object(disk_module, "FORMAT", format_version), open_store(url) as store:
+    with mock.patch.object(disk_files, "FORMAT", format_version), open_store(url) as store:
         rng = random.Random(seed)
         while True:
             keys = [f"shade:neighbour:{rng.randrange(50)}" for _ in range(8)]
@@ -264,7 +263,7 @@ def play(seed: int, root: str, tmp_path: Path, undisturbed: list[Outcome]) -> Co
         chaos.heal()
         assert (outcome.steps, outcome.pixels) == (mine.steps, mine.pixels), f"seed {seed}: {chaos.faults}"
         assert outcome.totals["samples"] == outcome.totals["hits"] + outcome.totals["misses"] == EPOCHS * NUM_SAMPLES
-        with mock.patch.object(disk_module, "FORMAT", rng.choice([1, 2])):
+        with mock.patch.object(disk_files, "FORMAT", rng.choice([1, 2])):
             following = train(replace(job, epochs=1))
         num_steps = len(following.steps)
         assert (following.steps, following.pixels) == (mine.steps[:num_steps], mine.pixels[:num_steps])

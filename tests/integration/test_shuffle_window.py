@@ -63,7 +63,7 @@ class CountedOrigin(FileOrigin):
 
 def opened(paths: list[Path], fails: int = 0, **options: Any) -> tuple[Shards, CountedOrigin]:
     shards, origin = open_shards(paths, **options), CountedOrigin(fails)
-    shards._origin = origin
+    shards._pieces._origin = origin
     return shards, origin
 
 

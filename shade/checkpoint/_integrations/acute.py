@@ -347,8 +347,8 @@ def _restore_path(checkpointer: StateDictCheckpointer, path: str) -> None:
         checkpointer.state_dict_state.loaded = state if isinstance(state, dict) else {"state": state}
         return
     with open_volume(match[1]) as volume:
-        found = read_newest(Reader([StorageTier(volume, match[2])]), checkpointer._group, step=int(match[3]))
+        found = read_newest(Reader([StorageTier(volume, match[2])]), checkpointer.group, step=int(match[3]))
     if found is None:
         raise CheckpointError.of("a committed snapshot", f"none at {path}", "see shade checkpoint list")
-    is_old = checkpointer._group.rank < found.record.world_size
+    is_old = checkpointer.group.rank < found.record.world_size
     checkpointer.state_dict_state.read(found.tree, found.tensors, with_generators=is_old)

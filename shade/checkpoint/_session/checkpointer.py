@@ -188,6 +188,16 @@ class Checkpointer:
         return self._run
 
     @property
+    def group(self) -> ProcessGroup:
+        """The ranks that save and restore together; for interfaces that are built on a checkpointer."""
+        return self._group
+
+    @property
+    def tiers(self) -> Tiers:
+        """The places where this run's snapshots lie; for interfaces that are built on a checkpointer."""
+        return self._tiers
+
+    @property
     def config(self) -> StrategyConfig:
         """The strategy's config that holds: its own values, and what was passed instead."""
         return self._config

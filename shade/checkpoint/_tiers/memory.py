@@ -1,18 +1,13 @@
 """Keeps snapshots in the memory of the cluster, in slots that are reused in turn and protected by copies or parity.
 
 `slot_table` says where everything lies. A slot is *dirty* while its snapshot is not in storage; only the flusher clears
-the bit. `MemoryTier.prepare` takes a clean slot. If storage is slower than the saves it takes the oldest dirty slot
-that no flusher holds: a newer snapshot is committed already, and training does not wait for a disk. It never takes the
-newest snapshot or the base of another one in memory. The log says once that snapshots are overtaken.
+the bit. `slot_choice` chooses the slot that the next snapshot takes, and `capacity` decides before anything changes
+whether the snapshot fits.
 
 Chunks go through a few threads, each with its own connections: SET from the caller's memory to the socket without a
 copy, GET from the socket into the caller's memory (`Store.get_many_into`). Small values go to every server, and the
 first correct one counts. A write needs every server: if one is down, `prepare` refuses and the caller saves elsewhere.
 A read uses the servers that answer.
-
-`check_capacity` decides before anything changes whether a snapshot fits. It counts the allocator's rounding and what is
-in flight (a server reads a large value into a buffer of the same length first). The fullest server decides. Cost: one
-INFO per save.
 
 Invariant: a place in `held` was complete on every server when its record was written, and nothing of an earlier
 snapshot in that slot can be found. With `SlotLayout.survives` ≥ 1 this holds after the loss of that many servers.
@@ -21,41 +16,38 @@ snapshot in that slot can be found. With `SlotLayout.survives` ≥ 1 this holds 
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
-from typing import ClassVar, Final, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from typing_extensions import override
 
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, Commit, Manifest
+from shade.checkpoint._tiers.capacity import check_capacity, spare_bytes
 from shade.checkpoint._tiers.erasure import ErasureCode, Stripe, parity_of
+from shade.checkpoint._tiers.slot_choice import SlotChoice
 from shade.checkpoint._tiers.slot_table import (
     TABLE_NAME,
     Slot,
     SlotLayout,
     SlotRecords,
-    SlotTable,
     commit_name,
     dirty_name,
     extent_name,
     hold_name,
     manifest_name,
-    needed_slots,
 )
 from shade.checkpoint._tiers.tier import Shard, Tier
-from shade.errors import ConfigError, StoreError, StoreFullError, StoreUnavailableError
-from shade.store.base import NodeStats, Store
+from shade.errors import ConfigError, StoreError
+from shade.store.base import Store
 from shade.types import Bytes
 
 T = TypeVar("T")
-logger = logging.getLogger("shade.checkpoint")
 
 
 class MemoryTier(Tier):
@@ -99,13 +91,13 @@ class MemoryTier(Tier):
         if parity:
             ErasureCode(*parity)
         self.store, self.run = store, run
-        self._num_slots, self._replicas, self._parity = num_slots, replicas, parity or (0, 0)
+        self._replicas, self._parity = replicas, parity or (0, 0)
         self._flushed = flushed
         self._records = SlotRecords(store, run)
+        self._choice = SlotChoice(self._records, num_slots, flushed=flushed)
         self._slots: dict[str, Slot] = {}
         self._commits: dict[str, Commit] = {}
         self._num_threads, self._in_flight = num_threads, in_flight
-        self._has_overtaken = False
         self._table_lock = threading.Lock()  # held while the table is read, changed and written
         self._pending: dict[str, int] = {}
         """Slot numbers by place, oldest first: claimed here and not committed yet."""
@@ -129,7 +121,7 @@ class MemoryTier(Tier):
             while len(self._pending) >= self._in_flight:  # the oldest one failed without a call of discard()
                 del self._pending[next(iter(self._pending))]
             layout, (table, tags) = self._layout(), self._records.table()
-            number, reused = self._slots_to_reuse(table)
+            number, reused = self._choice.to_reuse(table, self._pending)
             check_capacity(self.store, layout, shard_bytes, reused, self._num_threads * CHUNK_BYTES)
             for slot in reused:
                 self._records.erase_record(slot)
@@ -141,52 +133,10 @@ class MemoryTier(Tier):
             self._pending[table.slots[number].place] = number
             return table.slots[number].place
 
-    def _slots_to_reuse(self, table: SlotTable) -> tuple[int, list[Slot]]:
-        """Returns the slot to claim, and the used slots to erase: that one, and clean ones beyond ``num_slots``."""
-        # In-flight slots first: read after the records, a slot that commits in between would be in neither.
-        claimed = set(self._pending.values())
-        commits = self._records.committed(table)
-        number = self._choose(table, commits, claimed)
-        surplus = [n for n in table.slots if n >= self._num_slots and self._is_free(table, n, commits)]
-        return number, [table.slots[n] for n in (*surplus, number) if n in table.slots]
-
     def spare_bytes(self, shard_bytes: Sequence[int]) -> int | None:
         """Returns the bytes that the servers have left after such a snapshot, or as they are; see `spare_bytes`."""
-        reused = self._slots_to_reuse(self._records.table()[0])[1] if shard_bytes else []
+        reused = self._choice.to_reuse(self._records.table()[0], self._pending)[1] if shard_bytes else []
         return spare_bytes(self.store, self._layout(), shard_bytes, reused, self._num_threads * CHUNK_BYTES)
-
-    def _choose(self, table: SlotTable, commits: Mapping[int, Commit], claimed: set[int]) -> int:
-        """Returns the slot to claim: an empty one, else the oldest clean one, else the oldest that is not held."""
-        free = [n for n in range(self._num_slots) if n not in claimed and self._is_free(table, n, commits)]
-        if not free and commits:
-            free = [
-                number
-                for number in set(range(self._num_slots)) - needed_slots(commits) - claimed
-                if self._flushed and not self._records.has(table.slots[number], hold_name(table.slots[number]))
-            ]
-            if free and not self._has_overtaken:
-                self._has_overtaken = True
-                logger.warning("storage is slower than the saves: some leave %s before they are in storage", self.name)
-        if not free:
-            steps = ", ".join(map(str, sorted(commit.step for commit in commits.values())))
-            raise StoreFullError(
-                f"expected one of {self._num_slots} slots to be free, got snapshots that are needed or not in storage "
-                f"yet in all (steps {steps}): the flusher is behind; save less often, or give it more slots"
-            )
-
-        def cost(number: int) -> float:  # an empty slot, else the oldest snapshot, else one whose record is damaged
-            if number in commits:
-                return commits[number].sequence
-            slot = table.slots.get(number)
-            return -1 if slot is None or not self._records.has(slot, commit_name(slot)) else math.inf
-
-        return min(free, key=cost)
-
-    def _is_free(self, table: SlotTable, number: int, commits: Mapping[int, Commit]) -> bool:
-        if number not in commits:
-            return True
-        slot = table.slots[number]
-        return number not in needed_slots(commits) and not (self._flushed and self._records.has(slot, dirty_name(slot)))
 
     @override
     def put(self, place: str, shard: Shard) -> None:
@@ -424,67 +374,3 @@ class MemoryTier(Tier):
             for future in pending:
                 future.cancel()
             wait(pending)
-
-
-_KEY_LENGTH: Final = 80
-_BUFFERS: Final = 2
-"""Copies of a value that a server holds while it receives it."""
-_EDGE: Final = 64
-"""One part in so many of a server's limit stays unused: its tables grow in leaps, and client buffers count."""
-
-
-def needed_bytes(store: Store, layout: SlotLayout, shard_bytes: Sequence[int]) -> int:
-    """Returns the bytes that a snapshot occupies on all servers together, with the allocator's rounding."""
-    chunk_bytes = store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES)
-    total = 0
-    for size in shard_bytes:
-        num_whole, rest = divmod(size, CHUNK_BYTES)
-        copies = num_whole * chunk_bytes + (store.stored_bytes(_KEY_LENGTH, rest) if rest else 0)
-        num_parity = layout.num_stripes(num_whole + bool(rest)) * layout.num_parity
-        total += copies * (1 + layout.replicas) + num_parity * min(chunk_bytes, copies)
-    return total
-
-
-def spare_bytes(
-    store: Store, layout: SlotLayout, shard_bytes: Sequence[int], reused: Sequence[Slot], rank_bytes: int
-) -> int | None:
-    """Returns the bytes that the store has left after a snapshot, less a reserve: those of the fullest server, times
-    the servers; negative if so much is missing, None if the servers have no limit. ``reused`` slots are erased first;
-    ``rank_bytes`` is what one rank has in flight at once; without ``shard_bytes`` there is no snapshot."""
-    primaries = [node for node in store.stats().nodes if node.role == "primary" and node.max_bytes]
-    num_servers = len(layout.tags)
-    uneven = store.stored_bytes(_KEY_LENGTH, CHUNK_BYTES) if shard_bytes and num_servers > 1 else 0
-    wanted = needed_bytes(store, layout, shard_bytes) + sum(_BUFFERS * min(size, rank_bytes) for size in shard_bytes)
-    wanted += min(sum(shard_bytes), rank_bytes)  # for a flusher that reads another snapshot meanwhile
-    freed = sum(needed_bytes(store, slot.layout, slot.shard_bytes) for slot in reused)
-    share = (wanted - freed) // num_servers + uneven
-    left = [_left_bytes(node) - node.max_bytes // _EDGE - share for node in primaries]
-    return num_servers * min(left) if left else None
-
-
-def _left_bytes(node: NodeStats) -> int:
-    return node.max_bytes - node.used_bytes - node.overhead_bytes
-
-
-def check_capacity(
-    store: Store, layout: SlotLayout, shard_bytes: Sequence[int], reused: Sequence[Slot], rank_bytes: int
-) -> None:
-    """Raises StoreFullError if the fullest server has less left than its share of a snapshot.
-
-    Raises StoreFullError if the snapshot does not fit, or StoreUnavailableError if a server does not answer.
-    """
-    primaries = [node for node in store.stats().nodes if node.role == "primary"]
-    num_servers = len(layout.tags)
-    if len(primaries) < num_servers:
-        raise StoreUnavailableError(f"only {len(primaries)} of {num_servers} servers of {store.url} answer")
-    needed = needed_bytes(store, layout, shard_bytes)
-    freed = sum(needed_bytes(store, slot.layout, slot.shard_bytes) for slot in reused)
-    under_way = sum(_BUFFERS * min(size, rank_bytes) for size in shard_bytes)
-    for node in primaries:
-        left = _left_bytes(node) + freed // num_servers
-        if node.max_bytes and left < (needed + under_way) // num_servers:
-            wanted = (needed + under_way) / num_servers
-            raise StoreFullError(
-                f"expected room for {wanted / 2**20:.0f} MiB of snapshot on {node.address}, got "
-                f"{max(0, left) / 2**20:.0f} MiB; raise its maxmemory or lower what samples may use"
-            )

@@ -380,3 +380,8 @@ def _check_not_wrapped(dataset: Any) -> None:
             inside.append(found.dataset)
         elif isinstance(found, ConcatDataset):
             inside.extend(found.datasets)
+
+
+def reader_of(dataset: ShadeDataset) -> BatchReader:
+    """Returns what reads, decodes and transforms the batches of a data set, for a loader that does it in threads."""
+    return dataset._reader

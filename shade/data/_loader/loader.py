@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from shade.data._dataset.batch_reader import BatchReader
-from shade.data._dataset.dataset import ShadeDataset
+from shade.data._dataset.dataset import ShadeDataset, reader_of
 from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts, SeededBatch, on_device
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
 from shade.data._sampler.mixture import MixtureSampler
@@ -361,7 +361,7 @@ class ShadeLoader(DataLoader[Any]):
             pin_memory_device=pin_memory_device,
         )
         self.device = None if device is None else torch.device(device)
-        self._reader: BatchReader | None = dataset._reader if isinstance(dataset, ShadeDataset) else None
+        self._reader: BatchReader | None = reader_of(dataset) if isinstance(dataset, ShadeDataset) else None
         self._decodes_on_device = decode_on == "device"
         self._free_readers: list[list[BatchReader]] = []
         self._num_readers = 0

@@ -29,7 +29,7 @@ import re
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +48,7 @@ from shade.data._shards.blocks import BLOCK_BYTES, Block
 from shade.errors import ConfigError, DataError, shown_place, without_login
 from shade.installation import install_hint
 from shade.process import replacing
-from shade.registry import Registry
+from shade.registry import Registry, did_you_mean
 
 logger = logging.getLogger("shade.data")
 
@@ -345,6 +345,19 @@ class ShardIndex:
             digest.update(f"{entry.url.rpartition('/')[2]} {entry.num_bytes} {entry.version}\n".encode())
         self.fingerprint = digest.hexdigest()
         """Changes when a shard does."""
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Raises DataError if a shard lacks one of these columns."""
+        for name in names:
+            for entry, scan in zip(self.entries, self.scans, strict=True):
+                if name not in scan.columns and len(scan.start_P):
+                    known = ", ".join(scan.columns)
+                    cure = f"choose among them{did_you_mean(name, scan.columns)}, or leave the shard out"
+                    raise DataError.of(f"a column {name!r} in {shown_place(entry.url)}", known, cure)
+
+    def length_N(self) -> npt.NDArray[np.int64]:
+        """Returns the bytes of each sample's piece, of a format with one sample a piece."""
+        return np.concatenate([scan.length_P for scan in self.scans]).astype(np.int64)
 
     def __len__(self) -> int:
         return self.first_samples[-1]

@@ -18,9 +18,9 @@ from __future__ import annotations
 import collections
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,45 +30,25 @@ from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
 from shade.data._dataset.source import CountOrigin, NearSource, checked_index, not_counted
-from shade.data._origin.origin import ByteRange, FileOrigin, Origin
+from shade.data._origin.origin import FileOrigin, Origin
 from shade.data._origin.url_origin import UrlOrigin, is_url
-from shade.data._shards.blocks import Block, BlockTier, ReadAhead, coalesced, memory_tier
+from shade.data._shards.blocks import Block, BlockTier, ReadAhead, memory_tier
 from shade.data._shards.index import (
     FORMATS,
-    RangeParts,
     ShardFormat,
     ShardIndex,
-    UnlikeIndexError,
     describe_shards,
     listed_shards,
     suffix_of,
 )
+from shade.data._shards.pieces import Piece, PieceReader, PiecesRead
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place
-from shade.registry import did_you_mean
 from shade.store.disk import disk_url
 from shade.types import Order
 
-GAP_BYTES: Final = 64 << 10
-"""Ranges that are no further apart are read in one request (decision 0041)."""
 _BLOCKS_AT_ONCE: Final = 8
-_RECENT_BYTES: Final = 64 << 20
-"""Rows of pieces that were read as a whole stay in memory up to so many bytes."""
 _PROBES: Final = 16
 _PROBED_PIECES: Final = 4
-Piece: TypeAlias = "tuple[int, int]"
-"""A shard, and a piece of it."""
-
-
-class _Read(NamedTuple):
-    """The result of reading some pieces."""
-
-    parts: dict[int, Any]
-    """The ranges, by shard, or what its format opened."""
-    failures: dict[Piece, OSError]
-    num_requests: int
-    num_bytes: int
-    is_mapped: bool = False
-    """Whether shards are in memory, so that no range was read."""
 
 
 class Shards(Dataset[Any]):
@@ -117,11 +97,12 @@ class Shards(Dataset[Any]):
         self._index = ShardIndex(entries, self._format, folder, self._origin, options)
         if not len(self._index):
             raise DataError.of("at least one sample", 0, f"look into {shown_place(urls[0])}")
-        self._check_columns()
+        self._index.check_columns({*(self._columns or ()), *self._decode})
         chosen = None if self._columns is None else sorted(self._columns)
         # The name by which `shade.data._dataset.content` knows the content, as that of a Hugging Face data set.
         self._fingerprint = xxhash.xxh3_64_hexdigest(f"{self._index.fingerprint} {chosen}".encode())
-        self._per_process()
+        self._pieces = PieceReader(self._index, self._format, self._origin, self._columns)
+        self._counting = threading.Lock()  # counts of several threads that read ahead
         self.first_sample_D: npt.NDArray[np.int64]
         """(D,) the first sample of each block, ascending, from 0."""
         self._block_list, self.first_sample_D = self._index.blocks()
@@ -132,30 +113,17 @@ class Shards(Dataset[Any]):
         if url is not None:
             self._blocks = BlockTier(url, f"{self._fingerprint}-blocks", len(self), self._mean_bytes())
 
-    def _per_process(self) -> None:
-        self._recent: collections.OrderedDict[Piece, list[bytes]] = collections.OrderedDict()
-        self._recent_bytes, self._keeping = 0, threading.Lock()
-
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("_recent", "_keeping")}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_counting"}
         return kept | {"_count": not_counted, "_block_list": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        self._per_process()
+        self.__dict__ |= state | {"_counting": threading.Lock()}
 
     def _mean_bytes(self) -> float:
         """Returns the estimated bytes of a sample."""
         # Of an archive the whole piece, so that the probes find a place where their blocks are kept.
-        return float(self.probe()[0].mean() if self._format.keeps_rows else self._length_N().mean())
-
-    def _check_columns(self) -> None:
-        for name in {*(self._columns or ()), *self._decode}:
-            for entry, scan in zip(self._index.entries, self._index.scans, strict=True):
-                if name not in scan.columns and len(scan.start_P):
-                    known = ", ".join(scan.columns)
-                    cure = f"choose among them{did_you_mean(name, scan.columns)}, or leave the shard out"
-                    raise DataError.of(f"a column {name!r} in {shown_place(entry.url)}", known, cure)
+        return float(self.probe()[0].mean() if self._format.keeps_rows else self._index.length_N().mean())
 
     def __len__(self) -> int:
         return len(self._index)
@@ -288,7 +256,7 @@ class Shards(Dataset[Any]):
         return True, self._window is None
 
     def _count_ahead(self, num_requests: int, num_bytes: int) -> None:
-        with self._keeping:  # counts of several threads
+        with self._counting:
             self._count(num_requests, num_bytes)
 
     def _drop_from_window(self, number: int) -> None:
@@ -345,7 +313,7 @@ class Shards(Dataset[Any]):
         for index, (shard, piece, row) in place.items():
             if index not in found:
                 rows[shard, piece][row] = index
-        for piece_of, payloads in self._pieces({piece: list(each) for piece, each in rows.items()}, count):
+        for piece_of, payloads in self._pieces.read({piece: list(each) for piece, each in rows.items()}, count):
             found |= zip(rows[piece_of].values(), payloads, strict=True)
         return [found[index] for index in indices]
 
@@ -371,16 +339,16 @@ class Shards(Dataset[Any]):
         returns those that are wanted."""
         found = dict[int, Any]()
         waiting = list(reversed(blocks))
-        under_way: collections.deque[tuple[Block, dict[Piece, None], Future[_Read]]] = collections.deque()
+        under_way: collections.deque[tuple[Block, dict[Piece, None], Future[PiecesRead]]] = collections.deque()
         with ThreadPoolExecutor(_BLOCKS_AT_ONCE) as pool:
             while waiting or under_way:
                 while waiting and len(under_way) < _BLOCKS_AT_ONCE:
                     block = waiting.pop()
                     pieces = {(block[0], piece): None for piece in self._index.pieces_of(block)}
-                    under_way.append((block, pieces, pool.submit(self._ranges, pieces)))
+                    under_way.append((block, pieces, pool.submit(self._pieces.ranges, pieces)))
                 block, pieces, future = under_way.popleft()
                 samples = dict[int, bytes]()
-                for (shard, piece), payloads in self._made(pieces, future.result(), count):
+                for (shard, piece), payloads in self._pieces.made(pieces, future.result(), count):
                     first = self._index.first_sample(shard, piece)
                     good = ((row, each) for row, each in enumerate(payloads) if not isinstance(each, OSError))
                     samples |= {first + row: each for row, each in good}
@@ -390,97 +358,6 @@ class Shards(Dataset[Any]):
                 found |= {index: each for index, each in samples.items() if index in wanted}
                 tier.release(block)
         return found
-
-    def _pieces(
-        self, rows: Mapping[Piece, list[int] | None], count: CountOrigin
-    ) -> Iterator[tuple[Piece, Sequence[Any]]]:
-        """Yields pieces with the payloads of the rows that are wanted of each, None for all; a piece that cannot be
-        read has an OSError for each."""
-        with self._keeping:
-            recent = {piece: self._recent[piece] for piece in rows if piece in self._recent}
-        self._index.check(list({shard for shard, _ in recent}))
-        for piece, whole in recent.items():
-            wanted = rows[piece]
-            yield piece, whole if wanted is None else [whole[row] for row in wanted]
-        absent = {piece: wanted for piece, wanted in rows.items() if piece not in recent}
-        yield from self._made(absent, self._ranges(absent), count)
-
-    def _made(
-        self, rows: Mapping[Piece, list[int] | None], read: _Read, count: CountOrigin
-    ) -> Iterator[tuple[Piece, Sequence[Any]]]:
-        """Yields what `_pieces` does of pieces whose ranges were read."""
-        count(read.num_requests, read.num_bytes)
-        for piece, wanted in rows.items():
-            if piece in read.failures:
-                length = int(self._index.scans[piece[0]].rows_P[piece[1]]) if wanted is None else len(wanted)
-                yield piece, [read.failures[piece]] * length
-                continue
-            keeps = self._format.keeps_rows and not read.is_mapped and wanted is not None
-            payloads = self._payloads(piece, read.parts[piece[0]], None if keeps else wanted)
-            if read.is_mapped:
-                count(0, sum(map(len, payloads)))
-            if keeps:
-                self._remember(piece, payloads)
-                payloads = [payloads[row] for row in wanted or ()]
-            yield piece, payloads
-
-    def _payloads(self, piece: Piece, parts: Any, rows: list[int] | None) -> list[bytes]:
-        shard, number = piece
-        scan = self._index.scans[shard]
-        try:
-            return self._format.payloads(scan, number, parts, self._columns, rows)
-        except UnlikeIndexError as error:
-            raise self._index.mismatch(shard, int(scan.start_P[number]), str(error)) from error
-
-    def _remember(self, piece: Piece, payloads: list[bytes]) -> None:
-        with self._keeping:
-            if piece in self._recent:  # another thread read it too
-                return
-            self._recent[piece] = payloads
-            self._recent_bytes += sum(map(len, payloads))
-            while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
-                _, oldest = self._recent.popitem(last=False)
-                self._recent_bytes -= sum(map(len, oldest))
-
-    def _ranges(self, pieces: Iterable[Piece]) -> _Read:
-        """Reads the ranges of pieces. Counts nothing, because a thread of its own may do it."""
-        scans, entries = self._index.scans, self._index.entries
-        by_shard = collections.defaultdict[int, list[Piece]](list)
-        for piece in pieces:
-            by_shard[piece[0]].append(piece)
-        if not is_url(entries[0].url):
-            opened = {shard: self._format.opened(entries[shard].url) for shard in by_shard}
-            if None not in opened.values():
-                self._index.check(list(by_shard))
-                return _Read(opened, {}, sum(map(len, by_shard.values())), 0, is_mapped=True)
-        places, owners = list[ByteRange](), list[int]()
-        for shard, each in by_shard.items():
-            ranges = [r for _, piece in each for r in self._format.ranges(scans[shard], piece, self._columns)]
-            for start, stop in coalesced(ranges, GAP_BYTES):
-                places.append(ByteRange(entries[shard].url, start, stop))
-                owners.append(shard)
-        contents = self._origin.read_many(places, [place.stop - place.start for place in places])
-        self._index.check(list(by_shard))
-        read = [content for content in contents if not isinstance(content, OSError)]
-        parts = collections.defaultdict[int, list[tuple[int, Any]]](list)
-        failed = collections.defaultdict[int, list[tuple[ByteRange, OSError]]](list)
-        for shard, place, content in zip(owners, places, contents, strict=True):
-            if isinstance(content, OSError):
-                failed[shard].append((place, content))
-            else:
-                parts[shard].append((place.start, content))
-        failures = {
-            (shard, piece): error
-            for shard, errors in failed.items()
-            for place, error in errors
-            for _, piece in by_shard[shard]
-            if any(
-                place.start <= start < place.stop
-                for start, _ in self._format.ranges(scans[shard], piece, self._columns)
-            )
-        }
-        found = {shard: RangeParts(parts[shard]) for shard in by_shard}
-        return _Read(found, failures, len(read), sum(map(len, read)))
 
     def probe(self) -> tuple[npt.NDArray[np.int64], int, int]:
         """Reads a few samples; returns the estimated bytes of each sample's payload, as int64 (N,), and the requests
@@ -495,25 +372,23 @@ class Shards(Dataset[Any]):
         if self._format.keeps_rows:
             places = [(shard, piece) for shard, scan in enumerate(scans) for piece in range(len(scan.start_P))]
             chosen = {places[int(at)] for at in np.linspace(0, len(places) - 1, min(_PROBED_PIECES, len(places)))}
-            found = [each for _, payloads in self._pieces(dict.fromkeys(sorted(chosen)), count) for each in payloads]
+            found = [
+                each for _, payloads in self._pieces.read(dict.fromkeys(sorted(chosen)), count) for each in payloads
+            ]
             size_N = np.full(len(self), max(_lengths(found)), dtype=np.int64)
         else:
             # An archive's payload lacks headers and columns that were not chosen; that of a key and a value has more.
-            length_N = self._length_N()
+            length_N = self._index.length_N()
             probes = sorted({int(at) for at in np.linspace(0, len(self) - 1, min(_PROBES, len(self)))})
             payload_at = self.read_near(probes)
             piece_of = {self._index.place_of(probe)[:2]: probe for probe in probes if probe not in payload_at}
-            for piece, (payload,) in self._pieces(dict.fromkeys(piece_of), count):  # without its block
+            for piece, (payload,) in self._pieces.read(dict.fromkeys(piece_of), count):  # without its block
                 payload_at[piece_of[piece]] = payload
             payload_P = _lengths([payload_at[probe] for probe in probes])
             part = float((payload_P / np.maximum(length_N[probes], 1)).max())
             more = int((payload_P - length_N[probes]).max())
             size_N = np.ceil(length_N * min(1.0, part)).astype(np.int64) + max(0, more)
         return size_N, *counts  # type: ignore[return-value]
-
-    def _length_N(self) -> npt.NDArray[np.int64]:
-        """Returns the bytes of each sample's piece, of a format with one sample a piece."""
-        return np.concatenate([scan.length_P for scan in self._index.scans]).astype(np.int64)
 
     def close(self) -> None:
         """Ends the threads and closes the disk. Safe to call twice."""

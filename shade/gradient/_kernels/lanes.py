@@ -10,7 +10,7 @@ Everything else in this folder is plain numba. These are here because plain numb
 * The optimizers' arithmetic on one line: LLVM turns a plain loop over 16 elements of three arrays into vector code only
   behind a check at run time that the arrays do not overlap, and that check costs more than the line does.
 
-All arithmetic is IEEE's, in the order of `_kernels.arrays` and `_kernels.step_arrays`, so
+All arithmetic is IEEE's, in the order of `_kernels.arrays`, so
 the results are the same to the last bit on every processor. Arrays are numba's. Offsets are in elements and multiples
 of 16, unless a function says otherwise.
 

@@ -1,6 +1,6 @@
 """The sparse optimizers' loops in numba: line after line of 16, with the next lines already on their way from memory.
 
-`_kernels.step_arrays` has the same functions in numpy. A touched element's line has to come from memory
+`_kernels.arrays` has the same functions in numpy. A touched element's line has to come from memory
 whole, so all of it is brought up to date, which costs a few vector operations. Elements come in ascending order, far
 apart. The processor's prefetcher does not see that pattern, so each line is requested `_AHEAD` elements before its
 turn. That is faster than gathering and scattering 16 elements at a time. A line that was touched whole, as

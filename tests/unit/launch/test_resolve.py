@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-import test_flags
+import test_resolve_flags
 
 from shade import ShadeDataset
 from shade.config import RunConfig
@@ -87,11 +87,11 @@ def test_launcher_and_data_set_cache_the_same_share() -> None:
 
 
 def test_the_originals_lines_resolve_as_they_stand(here: Path) -> None:
-    config, url = come_to(test_flags.ORIGINAL_CLUSTER, here)
+    config, url = come_to(test_resolve_flags.ORIGINAL_CLUSTER, here)
     assert (config.nodes, config.processes, config.node_rank, config.master_socket) == (4, 2, 0, "eno1")
     assert (config.sampling, config.replication_factor, config.working_set_fraction) == ("pads", 3.0, 0.2)
     assert url == "redis+cluster://10.0.0.7:7000"
-    config, url = come_to(test_flags.ORIGINAL_SINGLE, here)
+    config, url = come_to(test_resolve_flags.ORIGINAL_SINGLE, here)
     assert (config.nodes, url) == (1, "redis://10.0.0.7:6379")
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from shade.errors import ConfigError, StoreAuthError, StoreFullError, StoreUnavailableError
 from shade.process import file_system_of
-from shade.store import Store, StoreURL, open_store
+from shade.store import Store, StoreURL, disk_files, open_store
 from shade.store import disk as disk_module
 from shade.store.disk import DiskStore
 
@@ -145,7 +145,7 @@ def test_swapped_entries_are_missing(store: Store, folder: Path) -> None:
 def test_an_index_without_its_first_page_begins_anew_while_a_process_has_it_open(
     store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_module, "_LOCK_SECONDS", 0.1)  # for which SQLite waits here
+    monkeypatch.setattr(disk_files, "_LOCK_SECONDS", 0.1)  # for which SQLite waits here
     assert all(store.set_many(entries(20)))
     (index,) = folder.glob("*.index")
     os.truncate(index, 0)
@@ -158,7 +158,7 @@ def test_an_index_without_its_first_page_begins_anew_while_a_process_has_it_open
 def test_a_job_begins_while_another_writes(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = entries(20)
     assert all(store.set_many(items))
-    monkeypatch.setattr(disk_module, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(disk_files, "_LOCK_SECONDS", 0.1)
     (index,) = folder.glob("*.index")
     with contextlib.closing(sqlite3.connect(index, isolation_level=None)) as base, again(store) as other:
         base.execute("begin immediate")
@@ -204,7 +204,7 @@ def test_processes_with_the_old_files_open_move_to_the_new_ones(store: Store, fo
     with again(store) as other:
         assert other.get_many(["shade:a"]) == [b"old" * 100]
         assert isinstance(other, DiskStore)
-        other._give_up(0)
+        disk_files.replace_damaged(str(folder), 0)
         assert other.get_many(["shade:a"]) == [None]
         assert other.set_many({"shade:a": b"new" * 100}) == [True]
     assert store.get_many(["shade:a"]) == [b"new" * 100]
@@ -382,15 +382,15 @@ def test_network_mounts_are_refused_by_name(
 
 def test_another_format_uses_other_files(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.set_many({"shade:a": b"old" * 100})
-    monkeypatch.setattr(disk_module, "FORMAT", 2)
+    monkeypatch.setattr(disk_files, "FORMAT", 2)
     with again(store) as newer:
         assert newer.get_many(["shade:a"]) == [None]
         newer.set_many({"shade:a": b"new" * 100})
-        monkeypatch.setattr(disk_module, "FORMAT", 1)
+        monkeypatch.setattr(disk_files, "FORMAT", 1)
         assert store.get_many(["shade:a"]) == [b"old" * 100]  # both at once, and neither reads the other's
         assert newer.get_many(["shade:a"]) == [b"new" * 100]
     store.close()
-    monkeypatch.setattr(disk_module, "FORMAT", 2)
+    monkeypatch.setattr(disk_files, "FORMAT", 2)
     with again(store) as newer:
         assert newer.get_many(["shade:a"]) == [b"new" * 100]
         assert not [path.name for path in folder.iterdir() if path.name.startswith("1")]

@@ -1,0 +1,154 @@
+"""Reads pieces of shards: the ranges that a format names, those side by side in one request.
+
+A piece is what a format reads at a time: one sample of an archive, a row group of a table. Of a format whose pieces
+hold many rows, those read last stay in memory, since neighbours of a sample are often wanted next.
+
+Every read is followed by a comparison of the shard with its index, so that a shard that changes meanwhile is noticed.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from shade.data._dataset.source import CountOrigin
+from shade.data._origin.origin import ByteRange, Origin
+from shade.data._origin.url_origin import is_url
+from shade.data._shards.blocks import coalesced
+from shade.data._shards.index import RangeParts, ShardFormat, ShardIndex, UnlikeIndexError
+
+GAP_BYTES: Final = 64 << 10
+"""Ranges that are no further apart are read in one request (decision 0041)."""
+_RECENT_BYTES: Final = 64 << 20
+"""Rows of pieces that were read as a whole stay in memory up to so many bytes."""
+Piece: TypeAlias = "tuple[int, int]"
+"""A shard, and a piece of it."""
+
+
+class PiecesRead(NamedTuple):
+    """The result of reading some pieces."""
+
+    parts: dict[int, Any]
+    """The ranges, by shard, or what its format opened."""
+    failures: dict[Piece, OSError]
+    num_requests: int
+    num_bytes: int
+    is_mapped: bool = False
+    """Whether shards are in memory, so that no range was read."""
+
+
+class PieceReader:
+    """Reads pieces for one process; a copy in another one begins without pieces in memory.
+
+    Args:
+        index: Where the samples of the shards are.
+        shard_format: What a piece of these shards is.
+        origin: Reads ranges of bytes.
+        columns: The columns that are wanted, or None for all.
+    """
+
+    def __init__(self, index: ShardIndex, shard_format: ShardFormat, origin: Origin, columns: list[str] | None) -> None:
+        self._index, self._format, self._origin, self._columns = index, shard_format, origin, columns
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        self._recent: collections.OrderedDict[Piece, list[bytes]] = collections.OrderedDict()
+        self._recent_bytes, self._keeping = 0, threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_recent", "_keeping")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._begin_empty()
+
+    def read(self, rows: Mapping[Piece, list[int] | None], count: CountOrigin) -> Iterator[tuple[Piece, Sequence[Any]]]:
+        """Yields pieces with the payloads of the rows that are wanted of each, None for all; a piece that cannot be
+        read has an OSError for each."""
+        with self._keeping:
+            recent = {piece: self._recent[piece] for piece in rows if piece in self._recent}
+        self._index.check(list({shard for shard, _ in recent}))
+        for piece, whole in recent.items():
+            wanted = rows[piece]
+            yield piece, whole if wanted is None else [whole[row] for row in wanted]
+        absent = {piece: wanted for piece, wanted in rows.items() if piece not in recent}
+        yield from self.made(absent, self.ranges(absent), count)
+
+    def made(
+        self, rows: Mapping[Piece, list[int] | None], read: PiecesRead, count: CountOrigin
+    ) -> Iterator[tuple[Piece, Sequence[Any]]]:
+        """Yields what `read` does of pieces whose ranges were read."""
+        count(read.num_requests, read.num_bytes)
+        for piece, wanted in rows.items():
+            if piece in read.failures:
+                length = int(self._index.scans[piece[0]].rows_P[piece[1]]) if wanted is None else len(wanted)
+                yield piece, [read.failures[piece]] * length
+                continue
+            keeps = self._format.keeps_rows and not read.is_mapped and wanted is not None
+            payloads = self._payloads(piece, read.parts[piece[0]], None if keeps else wanted)
+            if read.is_mapped:
+                count(0, sum(map(len, payloads)))
+            if keeps:
+                self._remember(piece, payloads)
+                payloads = [payloads[row] for row in wanted or ()]
+            yield piece, payloads
+
+    def _payloads(self, piece: Piece, parts: Any, rows: list[int] | None) -> list[bytes]:
+        shard, number = piece
+        scan = self._index.scans[shard]
+        try:
+            return self._format.payloads(scan, number, parts, self._columns, rows)
+        except UnlikeIndexError as error:
+            raise self._index.mismatch(shard, int(scan.start_P[number]), str(error)) from error
+
+    def _remember(self, piece: Piece, payloads: list[bytes]) -> None:
+        with self._keeping:
+            if piece in self._recent:  # another thread read it too
+                return
+            self._recent[piece] = payloads
+            self._recent_bytes += sum(map(len, payloads))
+            while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
+                _, oldest = self._recent.popitem(last=False)
+                self._recent_bytes -= sum(map(len, oldest))
+
+    def ranges(self, pieces: Iterable[Piece]) -> PiecesRead:
+        """Reads the ranges of pieces. Counts nothing, because a thread of its own may do it."""
+        scans, entries = self._index.scans, self._index.entries
+        by_shard = collections.defaultdict[int, list[Piece]](list)
+        for piece in pieces:
+            by_shard[piece[0]].append(piece)
+        if not is_url(entries[0].url):
+            opened = {shard: self._format.opened(entries[shard].url) for shard in by_shard}
+            if None not in opened.values():
+                self._index.check(list(by_shard))
+                return PiecesRead(opened, {}, sum(map(len, by_shard.values())), 0, is_mapped=True)
+        places, owners = list[ByteRange](), list[int]()
+        for shard, each in by_shard.items():
+            ranges = [r for _, piece in each for r in self._format.ranges(scans[shard], piece, self._columns)]
+            for start, stop in coalesced(ranges, GAP_BYTES):
+                places.append(ByteRange(entries[shard].url, start, stop))
+                owners.append(shard)
+        contents = self._origin.read_many(places, [place.stop - place.start for place in places])
+        self._index.check(list(by_shard))
+        read = [content for content in contents if not isinstance(content, OSError)]
+        parts = collections.defaultdict[int, list[tuple[int, Any]]](list)
+        failed = collections.defaultdict[int, list[tuple[ByteRange, OSError]]](list)
+        for shard, place, content in zip(owners, places, contents, strict=True):
+            if isinstance(content, OSError):
+                failed[shard].append((place, content))
+            else:
+                parts[shard].append((place.start, content))
+        failures = {
+            (shard, piece): error
+            for shard, errors in failed.items()
+            for place, error in errors
+            for _, piece in by_shard[shard]
+            if any(
+                place.start <= start < place.stop
+                for start, _ in self._format.ranges(scans[shard], piece, self._columns)
+            )
+        }
+        found = {shard: RangeParts(parts[shard]) for shard in by_shard}
+        return PiecesRead(found, failures, len(read), sum(map(len, read)))

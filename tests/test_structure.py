@@ -160,8 +160,11 @@ def counted_folders(package: Path) -> list[str]:
 
 
 def full_folders(package: Path) -> list[str]:
-    """Folders of more modules than a reader takes in at a glance; a registry's folder has a file for each name."""
-    counts = Counter(path.parent for _, path, _ in modules(package) if path.name != "__init__.py")
+    """Folders of more modules than a reader takes in at a glance; a registry's folder has a file for each name.
+
+    The doors ``__init__`` and ``__main__`` hold nothing to read.
+    """
+    counts = Counter(path.parent for _, path, _ in modules(package) if not path.name.startswith("__"))
     return [
         f"{folder.relative_to(package.parent)} holds {n} modules, more than {MOST_MODULES}; make packages of them"
         for folder, n in counts.items()

@@ -28,9 +28,9 @@ from torch.utils.data import Sampler
 
 from shade.data._sampler.packed import PackedDataset
 from shade.data._sampler.place import LoaderCount, SamplerIterator, check_place, place_of_node
-from shade.data._sampler.rank_shard import ranks_of
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
+from shade.rank_group import ranks_of
 from shade.sampling import num_steps, rank_positions
 from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
 from shade.types import Floats, Indices

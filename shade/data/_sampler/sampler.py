@@ -37,7 +37,7 @@ from shade.data._sampler.place import (
     check_place,
     place_of_node,
 )
-from shade.data._sampler.rank_shard import RankShard, ranks_of
+from shade.data._sampler.rank_shard import RankShard
 from shade.data._sampler.saved_draws import SavedDraws, SharedDraws, draw_from, load_draw
 from shade.data._sampler.shuffle_window import ShuffleWindow
 from shade.data._sampler.usage import ForgottenCallWarning as ForgottenCallWarning
@@ -45,6 +45,7 @@ from shade.data._sampler.usage import UsageWarnings, check_numbering, check_wrap
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.policy.base import EpochPlan
+from shade.rank_group import SingleProcessGroup, current_group, ranks_of
 from shade.sampling import MODES
 from shade.sampling.base import LARGE, LARGE_ORDER, Draw, Receipt, Scores, Validation, is_large
 from shade.types import Floats, Order
@@ -136,15 +137,17 @@ class ShadeSampler(DistributedSampler[int]):
         self._table = ImportanceTable(self.num_samples, score, self._mode.default_score)
         self._merger = ScoreMerger(self._table, batch_size)
         cache: SampleCache | None = getattr(dataset, "cache", None)
+        joined = distributed and self.num_replicas > 1
+        talks = joined and (cache is not None or shuffle_window is not None or is_large(self.num_samples))
+        self._group = current_group("the sampler's plans") if talks else SingleProcessGroup()
+        """For the training thread; the merger's thread has its own."""
         self._planner: CachePlanner | None = None
         if cache is not None:
             policy = getattr(dataset, "policy", None) or self._mode.default_policy
             self._planner = CachePlanner(
                 cache,
                 policy,
-                self._mode.draws_ahead,
-                self.rank,
-                self.num_replicas,
+                *(self._mode.draws_ahead, self.rank, self.num_replicas, self._group),
                 global_batch=self.global_batch,
                 follow=follow,
             )
@@ -152,9 +155,8 @@ class ShadeSampler(DistributedSampler[int]):
             raise ConfigError.of(
                 "a ShadeDataset with a cache, to follow one stream", type(dataset).__name__, "give it one"
             )
-        joined = distributed and self.num_replicas > 1
-        self._window = None if shuffle_window is None else self._opened_window(dataset, shuffle_window, cache, joined)
-        self._shared = SharedDraws(self.num_samples) if joined and is_large(self.num_samples) else None
+        self._window = None if shuffle_window is None else self._opened_window(dataset, shuffle_window, cache)
+        self._shared = SharedDraws(self.num_samples, self._group) if joined and is_large(self.num_samples) else None
         self._last_epoch = None if epochs is None else epochs - 1
         self.epoch = 0
         self._draws: dict[int, Draw] = {}
@@ -187,11 +189,11 @@ class ShadeSampler(DistributedSampler[int]):
                 f"num_replicas equal to the world size {dist.get_world_size()}", self.num_replicas, "leave it out"
             )
 
-    def _opened_window(self, dataset: Any, window: int, cache: SampleCache | None, joined: bool) -> ShuffleWindow:
+    def _opened_window(self, dataset: Any, window: int, cache: SampleCache | None) -> ShuffleWindow:
         if not self.shuffle:
             raise ConfigError.of("shuffle=True with a shuffle_window", False, "leave one of the two out")
         count = None if cache is None else cache.for_thread(_READ_AHEAD).count_origin
-        return ShuffleWindow(dataset, window, self.seed, self.global_batch, is_distributed=joined, count=count)
+        return ShuffleWindow(dataset, window, self.seed, self.global_batch, group=self._group, count=count)
 
     # ── the calls of a training loop ────────────────────────────────────────────────────────────────────────────────
 
@@ -594,3 +596,4 @@ class ShadeSampler(DistributedSampler[int]):
         self._shared = None
         if self._planner is not None:
             self._planner.close()
+        self._group.close()

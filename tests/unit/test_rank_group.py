@@ -85,13 +85,9 @@ def test_ranks_of_what_the_caller_says() -> None:
 
 
 def test_a_reason_is_the_first_error_without_the_backends_advice() -> None:
-    try:
-        try:
-            raise RuntimeError("[pair.cc:545] Connection closed by peer. This is typically caused by a remote worker")
-        except RuntimeError:
-            raise ValueError("no such group")  # noqa: B904 - as PyTorch does
-    except ValueError as error:
-        assert reason_of(error) == "RuntimeError: Connection closed by peer"
+    second = ValueError("no such group")
+    second.__context__ = RuntimeError("[pair.cc:545] Connection closed by peer. This is typically caused by a remote")
+    assert reason_of(second) == "RuntimeError: Connection closed by peer"
     assert reason_of(RuntimeError("timed out")) == "RuntimeError: timed out"
 
 

@@ -44,11 +44,12 @@ from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._codecs.base import CODECS
 from shade.checkpoint._codecs.excp import cluster
-from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
+from shade.checkpoint._commit.protocol import agree, store
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._save.packing import Packer
 from shade.checkpoint._tiers.storage import StorageTier
+from shade.rank_group import SingleProcessGroup
 from shade.storage import open_volume
 
 KEYFRAME_EVERY = 4

@@ -32,7 +32,6 @@ LARGE_CLASSES = {
     "shade.cache.sharing.Sharing": "one lock: what its thread learns of other jobs, and what training decides by it",
     "shade.checkpoint._session.checkpointer.Checkpointer": "the face of snapshots: one method a promise of the docs",
     "shade.config.RunConfig": "one field for each flag of the launcher",
-    "shade.data._sampler.sampler.ShadeSampler": "until place.py",
     "shade.gradient._comm.step.GradientStep": "what each stage of the pipeline leaves for the next, field by field",
     "shade.gradient._engine.engine.GradientEngine": "the face of the exchange: one method a promise of the docs",
     "shade.train.record.RunRecord": "the files that a run writes, and what it measured since the last row",
@@ -199,8 +198,11 @@ def counted_folders(package: Path) -> list[str]:
 
 
 def full_folders(package: Path) -> list[str]:
-    """Folders of more modules than a reader takes in at a glance; a registry's folder has a file for each name."""
-    counts = Counter(path.parent for _, path, _ in modules(package) if path.name != "__init__.py")
+    """Folders of more modules than a reader takes in at a glance; a registry's folder has a file for each name.
+
+    The doors ``__init__`` and ``__main__`` hold nothing to read.
+    """
+    counts = Counter(path.parent for _, path, _ in modules(package) if not path.name.startswith("__"))
     return [
         f"{folder.relative_to(package.parent)} holds {n} modules, more than {MOST_MODULES}; make packages of them"
         for folder, n in counts.items()

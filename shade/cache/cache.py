@@ -17,6 +17,7 @@ Legend: B batch · G global batch · N data set.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -84,7 +85,7 @@ class SampleCache:
         self._pid, self._worker = os.getpid(), worker
         self.ledger: Ledger = self.residency.ledger(worker)
         name = f"the disk tier {self.store.url}" if self.store.medium == "disk" else "the cache"
-        self._breaker = Breaker(self.residency, self._probe_store, name=name)
+        self._breaker = Breaker(self.residency, functools.partial(_ask, self.store, self.keys), name=name)
         self._admission: Admission | None = None
         self._fetcher: Fetch | None = None
 
@@ -365,13 +366,14 @@ class SampleCache:
         """Counts samples that are in no tier of this cache, and that their source had on this machine's disk."""
         self.ledger.add(hits=num_samples, misses=-num_samples, disk_hits=num_samples, disk_bytes=num_bytes)
 
-    def _probe_store(self) -> None:
-        """Asks a question that is cheap and reaches several nodes of a cluster."""
-        self.store.get_many([self.keys.counter_key(f"nothing-{number}") for number in range(_QUESTION_KEYS)])
-
     def close(self) -> None:
         """Closes the store. Safe to call twice."""
         self._breaker.close()
         self.store.close()
         if self.disk is not None:
             self.disk.close()
+
+
+def _ask(store: Store, keys: SampleKeys) -> None:
+    """Asks a question that is cheap and reaches several nodes of a cluster."""
+    store.get_many([keys.counter_key(f"nothing-{number}") for number in range(_QUESTION_KEYS)])

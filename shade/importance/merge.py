@@ -16,7 +16,6 @@ Legend: N data set · B batch of this rank · C capacity · W world.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import queue
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shade.errors import ConfigError, ShadeError
+from shade.rank_group import GlooGroup, RankGroup, SingleProcessGroup
 from shade.types import Floats, Indices
 
 CLOSE_SECONDS = 5.0
@@ -115,7 +115,8 @@ class ScoreMerger:
         self._waiting: list[_HostReport] = []
         self._pid: int | None = os.getpid()
         if self.world_size > 1:
-            self._worker = self._start(_private_group(group))
+            ranks = None if group is None else dist.get_process_group_ranks(group)
+            self._worker = self._start(GlooGroup("the scores", ranks))
 
     def report(self, index_B: Tensor, loss_B: Tensor) -> None:
         """Takes one batch of losses; they are in the table after the next `flush` at the latest.
@@ -148,7 +149,7 @@ class ScoreMerger:
             _check_shapes(tuple(index_B.shape), tuple(loss_B.shape), self.batch_size)
             if self._worker is None:
                 self._apply_waiting()
-                self._worker = self._start(None)
+                self._worker = self._start(SingleProcessGroup())
             self._worker.inbox.put(_device_copy(index_B, loss_B))
 
     def flush(self) -> None:
@@ -191,9 +192,9 @@ class ScoreMerger:
             index_B, loss_B = _HostReport.join(waiting)
             self.table.update_in_order(index_B, loss_B, [len(report.index_B) // _INT64.itemsize for report in waiting])
 
-    def _start(self, group: dist.ProcessGroup | None) -> _Worker:
+    def _start(self, group: RankGroup) -> _Worker:
         """Starts the thread, which ends when the merger is closed or collected."""
-        worker = _Worker(self.table, self.batch_size, self.world_size, group)
+        worker = _Worker(self.table, self.batch_size, group)
         # atexit off: at interpreter exit the daemon thread is gone, and a put would be useless.
         weakref.finalize(self, worker.inbox.put, None).atexit = False
         return worker
@@ -215,7 +216,7 @@ class _Worker:
     """The thread's side: everything but the copying. It has no reference to the merger, so that one can be
     collected."""
 
-    def __init__(self, table: ReportTable, capacity: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, table: ReportTable, capacity: int, group: RankGroup) -> None:
         self.inbox: queue.SimpleQueue[_Report | threading.Event | None] = queue.SimpleQueue()
         self.error: Exception | None = None
         self._table = table
@@ -224,9 +225,6 @@ class _Worker:
         # Two float32 losses fit into one int64 word.
         num_words = 1 + capacity + (capacity + 1) // 2
         self._mine = np.zeros(num_words, dtype=np.int64)
-        self._all_W = np.zeros((world_size, num_words), dtype=np.int64)
-        self._mine_tensor = torch.from_numpy(self._mine)
-        self._all_tensors = list(torch.from_numpy(self._all_W).unbind(0))
         self._thread = threading.Thread(target=self._run, name="shade-score-merger", daemon=True)
         self._thread.start()
 
@@ -239,12 +237,8 @@ class _Worker:
         """
         self.inbox.put(None)
         self._thread.join(timeout_seconds)
-        if self._thread.is_alive() or self._group is None:
-            return
-        if dist.is_initialized():
-            with contextlib.suppress(ValueError):  # the trainer has destroyed all groups already
-                dist.destroy_process_group(self._group)
-        self._group = None
+        if not self._thread.is_alive():
+            self._group.close()
 
     def _run(self) -> None:
         """Works through the inbox until None arrives; after an error it only answers flushes."""
@@ -260,30 +254,19 @@ class _Worker:
     def _absorb(self, report: _Report) -> None:
         """Puts one step, of all ranks, into the table."""
         index_B, loss_B = report.arrays()
-        if self._group is None:
+        if self._group.world_size == 1:
             self._table.update(index_B, loss_B)
             return
         size = len(index_B)
         self._mine[0] = size
         self._mine[1 : 1 + size] = index_B
         self._mine[self._losses_at :].view(np.float32)[:size] = loss_B
-        dist.all_gather(self._all_tensors, self._mine_tensor, group=self._group)
         index_parts: list[Indices] = []
         loss_parts: list[Floats] = []
-        for words in self._all_W:
+        for words in self._group.gather_fields(self._mine):
             index_parts.append(words[1 : 1 + words[0]])
             loss_parts.append(words[self._losses_at :].view(np.float32)[: words[0]])
         self._table.update(np.concatenate(index_parts), np.concatenate(loss_parts))
-
-
-def _private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Makes a gloo group of the same ranks, for this merger alone."""
-    if group is None:
-        own = dist.new_group(backend="gloo")
-    else:
-        own = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-    assert isinstance(own, dist.ProcessGroup)
-    return own
 
 
 def _check_shapes(index_shape: tuple[int, ...], loss_shape: tuple[int, ...], batch_size: int) -> None:

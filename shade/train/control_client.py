@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
-from shade.checkpoint._commit.protocol import current_group
 from shade.control.client import TelemetryClient
 from shade.control.controller import Controller
 from shade.control.server import TOKEN_VARIABLE, TelemetryServer, is_loopback, token_given
 from shade.gradient._engine.engine import GradientEngine
+from shade.rank_group import current_group
 
 logger = logging.getLogger("shade.train")
 
@@ -34,18 +35,16 @@ class ControlClient:
         self._controller: Controller | None = None
         self._server: TelemetryServer | None = None
         self._client: TelemetryClient | None = None
-        group = current_group()
-        if group.rank == 0:
-            given = token_given(None)
-            token = given or (None if is_loopback(host) else secrets.token_hex(16))
-            self._server, self._controller = TelemetryServer(host, token=token), make(group.world_size)
-            hint = "" if given == token else f", with a {TOKEN_VARIABLE} of your own"
-            logger.info("telemetry at %s (shade top %s%s)", self._server.url, self._server.url, hint)
-            shared: Any = [self._server.url, token]
-        else:
-            shared = None
-        url, token = group.share(shared)
-        group.close()
+        with closing(current_group("the address of rank 0's telemetry")) as group:
+            shared: Any = None
+            if group.rank == 0:
+                given = token_given(None)
+                token = given or (None if is_loopback(host) else secrets.token_hex(16))
+                self._server, self._controller = TelemetryServer(host, token=token), make(group.world_size)
+                hint = "" if given == token else f", with a {TOKEN_VARIABLE} of your own"
+                logger.info("telemetry at %s (shade top %s%s)", self._server.url, self._server.url, hint)
+                shared = [self._server.url, token]
+            url, token = group.share(shared)
         if self._server is None:
             self._client = TelemetryClient(url, token=token)
 

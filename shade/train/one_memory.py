@@ -27,10 +27,10 @@ from concurrent.futures import wait
 from typing import Final
 
 from shade.cache.cache import SampleCache
-from shade.checkpoint._commit.protocol import current_group
 from shade.checkpoint._save.async_writer import SaveHandle
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.errors import StoreError
+from shade.rank_group import current_group
 
 logger = logging.getLogger("shade.train")
 
@@ -51,7 +51,7 @@ class OneMemory:
 
     def __init__(self, cache: SampleCache, tier: MemoryTier, *, flushed: bool) -> None:
         self._cache, self._tier, self._flushed = cache, tier, flushed
-        self._group = current_group()
+        self._group = current_group("the memory of samples and snapshots")
         self._shard_bytes: list[int] = []
         self._divided = bool(self._group.share(self._is_one() if self._group.rank == 0 else None))
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shade.cache.ledger import Ledger
 from shade.checkpoint._interchange.certify import TRAIL_FILE, Trail
@@ -31,6 +30,7 @@ from shade.data._sampler.sampler import ShadeSampler
 from shade.errors import ConfigError, DataError
 from shade.policy.trace import Trace, TraceRecorder
 from shade.process import replacing
+from shade.rank_group import RankGroup
 from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable
 from shade.train.exposition import Exposition
 from shade.trajectory import LOSSES, LossRecorder, Samples
@@ -58,7 +58,7 @@ class RunRecord:
         sampler: The sampler; it knows epoch and step.
         rank: This rank.
         local_rank: Its number on this machine.
-        host_group: A gloo group of all ranks, or None when there is one rank.
+        host_group: All ranks.
         snapshots: Returns the outcome of the snapshots since its last call.
         gradient: Returns what was exchanged since its last call; empty without an exchange.
     """
@@ -70,7 +70,7 @@ class RunRecord:
         sampler: ShadeSampler,
         rank: int,
         local_rank: int,
-        host_group: dist.ProcessGroup | None,
+        host_group: RankGroup,
         snapshots: Callable[[], dict[str, Any]],
         gradient: Callable[[], dict[str, float]],
     ) -> None:
@@ -78,7 +78,7 @@ class RunRecord:
         self._dataset, self._sampler = dataset, sampler
         self._rank, self._local_rank, self._host_group = rank, local_rank, host_group
         self._snapshots, self._gradient = snapshots, gradient
-        self._world_size = 1 if host_group is None else host_group.size()
+        self._world_size = host_group.world_size
         self._metrics = JsonlSink(self._out / "metrics.jsonl") if rank == 0 else None
         self._boards = _tensorboard(self._out / "tensorboard") if rank == 0 else None
         self._recorder = self._open_trace(config.resume) if rank == 0 else None
@@ -230,15 +230,7 @@ class RunRecord:
 
     def _gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns every rank's row, in rank order, on every rank."""
-        if self._host_group is None:
-            return [row]
-        mine = torch.frombuffer(bytearray(json.dumps(jsonable(row)).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world_size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._host_group)
-        longest = max(int(length) for length in lengths)
-        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(rows, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=self._host_group)
-        return [json.loads(bytes(each[: int(length)].numpy())) for each, length in zip(rows, lengths, strict=True)]
+        return self._host_group.gather(jsonable(row))
 
     def _log(self, row: dict[str, Any]) -> None:
         """Appends a line to ``train.log``, beside the accesses."""

@@ -32,6 +32,7 @@ from shade.data._sampler.sampler import ShadeSampler
 from shade.data._transforms.randomness import set_generators
 from shade.errors import ConfigError, PeerLostError, ShadeError
 from shade.process import die_with_parent
+from shade.rank_group import TIMEOUT_SECONDS, RankGroup, SingleProcessGroup, current_group
 from shade.train.record import RunRecord, show_note
 from shade.train.replica import DenseReplica, Replica, SparseReplica, sparse_optimizer
 from shade.train.snapshots import Snapshots
@@ -75,7 +76,7 @@ class TrainSession:
         self._dataset: ShadeDataset | None = None
         self._sampler: ShadeSampler | None = None
         self._snapshots: Snapshots | None = None
-        self._host_group: dist.ProcessGroup | None = None
+        self._host_group: RankGroup = SingleProcessGroup()
         self._record: RunRecord | None = None
         self._replica: Replica | None = None
         self._steps_before = 0
@@ -107,9 +108,9 @@ class TrainSession:
                 raise ConfigError.of("rank 0 on machine 0", f"on machine {self.config.node_rank}", cure)
             timeout = timedelta(seconds=LOST_SECONDS) if elastic else None
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timeout)
-            group = dist.new_group(backend="gloo", timeout=timeout)
-            assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
-            self._host_group = group
+            self._host_group = current_group(
+                "the metrics", timeout_seconds=LOST_SECONDS if elastic else TIMEOUT_SECONDS
+            )
         self._show_note("building data set and model")
         return self
 
@@ -131,7 +132,7 @@ class TrainSession:
             if self._snapshots is not None:
                 self._snapshots.close(kind, error, trace)
         finally:
-            for thing in (self._sampler, self._dataset, self._record, self._replica):
+            for thing in (self._sampler, self._dataset, self._record, self._replica, self._host_group):
                 if thing is not None:
                     thing.close()
             if dist.is_initialized() and error is None:

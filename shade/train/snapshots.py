@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import wait
+from contextlib import closing
 from types import TracebackType
 from typing import Any
 
 from shade.cache.cache import SampleCache
-from shade.checkpoint._commit.protocol import current_group
 from shade.checkpoint._save.async_writer import SaveHandle
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.config import RunConfig
 from shade.errors import ConfigError
+from shade.rank_group import current_group
 from shade.train.one_memory import OneMemory
 from shade.types import Stateful
 
@@ -39,12 +40,11 @@ class Snapshots:
     """
 
     def __init__(self, config: RunConfig, things: Mapping[str, Stateful], cache: SampleCache | None) -> None:
-        group = current_group()
         self._is_elastic = config.min_nodes is not None
-        run, resumes = group.share([config.run, config.resume or self._is_elastic])
+        with closing(current_group("the run id")) as group:
+            run, resumes = group.share([config.run, config.resume or self._is_elastic])
         self.resumes: bool = resumes
         """Whether the run resumes from a snapshot. Machine 0 decides, because it sees them."""
-        group.close()
         self._checkpointer = Checkpointer(
             config.checkpoint_url,
             persist_to=config.persist_to,

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, Standalone, standalone_codec
-from shade.checkpoint._commit.protocol import SingleProcessGroup as OneRank
 from shade.checkpoint._commit.protocol import agree, store
 from shade.checkpoint._format.manifest import EXACT_CODECS, TensorEntry
 from shade.checkpoint._restore.reader import Reader
@@ -30,6 +29,7 @@ from shade.checkpoint._save import packing
 from shade.checkpoint._save.packing import PackedShard, Packer
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import ConfigError, CorruptCheckpointError
+from shade.rank_group import SingleProcessGroup as OneRank
 from shade.storage.base import open_volume
 
 CHUNK_BYTES = 2**16

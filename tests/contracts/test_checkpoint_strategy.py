@@ -23,7 +23,6 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.tensor_copy import Copying
-from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._format.manifest import CHUNK_BYTES
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._restore.reader import Reader
@@ -35,6 +34,7 @@ from shade.checkpoint._session.open_tiers import Tiers
 from shade.checkpoint._strategies import STRATEGIES, Strategy, StrategyConfig
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.errors import CheckpointError, ConfigError, ShadeError
+from shade.rank_group import RankGroup, SingleProcessGroup
 from shade.storage.directory import DirectoryVolume
 from shade.store._servers.local_cluster import free_ports
 from tests.simulation.torture.disk import OUTCOMES, Disk, DiskView
@@ -226,7 +226,7 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Place]:
     places: list[Place] = []
     write, after_commit = AsyncWriter._write, Tiers.after_commit
 
-    def writing(self: AsyncWriter, request: SaveRequest, group: ProcessGroup) -> CommitResult:
+    def writing(self: AsyncWriter, request: SaveRequest, group: RankGroup) -> CommitResult:
         try:
             return write(self, request, group)
         except CrashedError as error:

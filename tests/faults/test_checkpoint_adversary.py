@@ -21,11 +21,11 @@ from shade.checkpoint._buffer import copy_and_compare
 from shade.checkpoint._buffer.copy_and_compare import SharedCopy
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.checkpoint._strategies import STRATEGIES
 from shade.errors import CheckpointError, TornSnapshotError
+from shade.rank_group import SingleProcessGroup
 
 pytestmark = pytest.mark.multiprocess
 

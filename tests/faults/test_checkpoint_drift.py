@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
+from shade.checkpoint._commit.protocol import agree, store
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
 from shade.checkpoint._save.packing import Packer
 from shade.checkpoint._tiers.storage import StorageTier
+from shade.rank_group import SingleProcessGroup
 from shade.storage.base import open_volume
 from tests.simulation.torture.bench import retire
 

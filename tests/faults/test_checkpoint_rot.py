@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CorruptCheckpointError
+from shade.rank_group import SingleProcessGroup
 from shade.storage import open_volume
 from shade.store import Store, open_store
 from shade.store._servers.server import LocalServer

@@ -16,7 +16,6 @@ from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._codecs.base import Piece
 from shade.checkpoint._codecs.exact import XorZstandard
 from shade.checkpoint._commit import protocol
-from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._flush import flusher
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format import retention
@@ -26,6 +25,7 @@ from shade.checkpoint._restore.reader import Reader, Snapshot
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ShadeError
+from shade.rank_group import RankGroup
 from shade.storage.directory import DirectoryVolume
 from shade.store._servers.server import LocalServer
 from shade.types import Bytes
@@ -113,7 +113,7 @@ def test_the_same_seed_gives_the_same_operations_and_another_other_turns() -> No
 
 def store_record_first(
     tier: Tier,
-    group: ProcessGroup,
+    group: RankGroup,
     record: Commit,
     shard_bytes: Sequence[int],
     manifest: Manifest,
@@ -130,7 +130,7 @@ def store_record_first(
 
 def store_without_a_vote(
     tier: Tier,
-    group: ProcessGroup,
+    group: RankGroup,
     record: Commit,
     shard_bytes: Sequence[int],
     manifest: Manifest,
@@ -147,7 +147,7 @@ def store_without_a_vote(
 
 
 def put_without_a_vote(
-    tier: Tier, group: ProcessGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
+    tier: Tier, group: RankGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]
 ) -> None:
     with contextlib.suppress(ShadeError):  # the bug: nobody hears of it
         tier.put(place, Shard(manifest, chunks()))

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shade.checkpoint._commit.protocol import ProcessGroup
+from shade.rank_group import RankGroup
 from tests.simulation.torture.world import World
 
 T = TypeVar("T")
 
 
-def together(num_ranks: int, act: Callable[[ProcessGroup], T]) -> list[Any]:
+def together(num_ranks: int, act: Callable[[RankGroup], T]) -> list[Any]:
     """What each rank comes to: a result, or the error that it raised."""
     world = World(0)
     found: list[Any] = [None] * num_ranks
 
-    def process(group: ProcessGroup) -> Callable[[], None]:
+    def process(group: RankGroup) -> Callable[[], None]:
         def work() -> None:
             try:
                 found[group.rank] = act(group)

@@ -14,30 +14,26 @@ A snapshot that is uploaded while it is still being copied passes steps 2 and 3 
 place of the first step, and the ranks agree on the manifests when all chunks are there. Without an agreed manifest, the
 uploaded chunks are discarded.
 
-The ranks talk over a `ProcessGroup` of our own, so that agreeing in a background thread never meets the training's
-collectives. Its messages are JSON: no bytes from a network are unpickled. All ranks call the same methods in the same
-order. Every function here is collective, and raises the same `CheckpointError` on every rank. A rank that dies between
-1 and 4 leaves the others waiting in a collective until the group's timeout, as in the training's own collectives. If
-rank 0 dies after 4, the snapshot is committed: the other ranks may not know, but the next restore finds it.
+The ranks talk over a `RankGroup`, so that agreeing in a background thread never meets the training's collectives. All
+ranks call the same methods in the same order. Every function here is collective, and raises the same `CheckpointError`
+on every rank. A rank that dies between 1 and 4 leaves the others waiting in a collective until the group's timeout, as
+in the training's own collectives. If rank 0 dies after 4, the snapshot is committed: the other ranks may not know, but
+the next restore finds it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
-
-import torch
-import torch.distributed as dist
-from typing_extensions import override
+from typing import Any, TypeVar
 
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CheckpointError, ShadeError, StoreError
+from shade.rank_group import RankGroup
 from shade.types import Bytes
 
 logger = logging.getLogger("shade.checkpoint")
@@ -46,101 +42,8 @@ T = TypeVar("T")
 _NO_PACE = Pace()
 
 
-class ProcessGroup(Protocol):
-    """The ranks that save together."""
-
-    rank: int
-    world_size: int
-
-    def gather(self, message: Any) -> list[Any]:
-        """Returns every rank's message, on every rank, by rank."""
-        ...
-
-    def share(self, message: Any) -> Any:
-        """Returns rank 0's message, on every rank; the other ranks' messages are ignored."""
-        ...
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Fills a CPU tensor, of the same shape on every rank, with that of rank ``source``."""
-        ...
-
-    def close(self) -> None:
-        """Frees what the group holds. Safe to call twice."""
-        ...
-
-
-class SingleProcessGroup(ProcessGroup):
-    """A run of one rank."""
-
-    rank = 0
-    world_size = 1
-
-    @override
-    def gather(self, message: Any) -> list[Any]:
-        return [message]
-
-    @override
-    def share(self, message: Any) -> Any:
-        return message
-
-    @override
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        pass
-
-    @override
-    def close(self) -> None:
-        pass
-
-
-class GlooGroup(ProcessGroup):
-    """The ranks of torch.distributed, over a gloo group of our own. Making one is collective.
-
-    Raises:
-        RuntimeError: By any method: a rank is gone, or silent for longer than the group's timeout.
-    """
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
-        self._group: dist.ProcessGroup | None = group
-
-    @override
-    def gather(self, message: Any) -> list[Any]:
-        mine = torch.frombuffer(bytearray(json.dumps(message).encode() + b" "), dtype=torch.uint8)
-        lengths_W1 = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(lengths_W1, torch.tensor([len(mine)]), group=self._group)
-        longest = int(max(lengths_W1))
-        padded = torch.full((longest,), ord(" "), dtype=torch.uint8)  # JSON ignores trailing spaces
-        padded[: len(mine)] = mine
-        found = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(found, padded, group=self._group)
-        return [json.loads(each.numpy().tobytes()) for each in found]
-
-    @override
-    def share(self, message: Any) -> Any:
-        return self.gather(message if self.rank == 0 else None)[0]
-
-    @override
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        dist.broadcast(tensor, src=source, group=self._group)
-
-    @override
-    def close(self) -> None:
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
-
-
-def current_group() -> ProcessGroup:
-    """Returns the ranks of torch.distributed where it is initialised with more than one, else this process alone."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return GlooGroup()
-    return SingleProcessGroup()
-
-
 def agree(
-    group: ProcessGroup,
+    group: RankGroup,
     manifest: Manifest | None,
     error: str | None,
     *,
@@ -211,7 +114,7 @@ def agree(
     return record, [each["stored_bytes"] for each in gathered], Pace(**first["pace"])
 
 
-def announce(group: ProcessGroup, manifest: Manifest | None, error: str | None) -> list[int]:
+def announce(group: RankGroup, manifest: Manifest | None, error: str | None) -> list[int]:
     """Makes sure, before chunks are uploaded without a manifest, that every rank is about to upload the same step.
 
     The manifest has no digests yet; without one, ``error`` says why. Returns the length of each rank's shard.
@@ -234,7 +137,7 @@ def _check_alike(gathered: list[dict[str, Any]]) -> None:
         raise CheckpointError.of("every rank to save the same step", steps, "call save() and step() on all ranks alike")
 
 
-def prepare(tier: Tier, group: ProcessGroup, step: int, shard_bytes: Sequence[int]) -> str:
+def prepare(tier: Tier, group: RankGroup, step: int, shard_bytes: Sequence[int]) -> str:
     """Takes step 2 in one tier; returns the place. ``shard_bytes`` are the stored lengths of all ranks' shards."""
     place: str | None
     place, reason = group.share(_attempt(lambda: tier.prepare(step, shard_bytes)) if group.rank == 0 else None)
@@ -243,7 +146,7 @@ def prepare(tier: Tier, group: ProcessGroup, step: int, shard_bytes: Sequence[in
     return place
 
 
-def put(tier: Tier, group: ProcessGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]) -> None:
+def put(tier: Tier, group: RankGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]) -> None:
     """Takes step 3, and the vote on it, in one tier; if one rank cannot write its shard, the place is free again.
 
     ``chunks`` is called once and gives this rank's chunks in stored form.
@@ -252,7 +155,7 @@ def put(tier: Tier, group: ProcessGroup, place: str, manifest: Manifest, chunks:
     _vote(tier, group, place, failure)
 
 
-def commit(tier: Tier, group: ProcessGroup, place: str, record: Commit) -> None:
+def commit(tier: Tier, group: RankGroup, place: str, record: Commit) -> None:
     """Takes step 4 in one tier; if the record cannot be written, the place is free again."""
 
     def write() -> None:
@@ -265,7 +168,7 @@ def commit(tier: Tier, group: ProcessGroup, place: str, record: Commit) -> None:
     _vote(tier, group, place, failure)
 
 
-def _vote(tier: Tier, group: ProcessGroup, place: str, failure: str | None) -> None:
+def _vote(tier: Tier, group: RankGroup, place: str, failure: str | None) -> None:
     """Raises the first rank's failure on every rank, and frees the place."""
     reason = next(filter(None, group.gather(failure)), None)
     if reason is not None:
@@ -273,7 +176,7 @@ def _vote(tier: Tier, group: ProcessGroup, place: str, failure: str | None) -> N
         raise CheckpointError(reason)
 
 
-def discard(tier: Tier, group: ProcessGroup, place: str) -> None:
+def discard(tier: Tier, group: RankGroup, place: str) -> None:
     """Discards what was put and does not count; a tier that fails here tidies up later."""
     if tier.every_rank_commits or group.rank == 0:
         _, failure = _attempt(lambda: tier.discard(place))
@@ -283,7 +186,7 @@ def discard(tier: Tier, group: ProcessGroup, place: str) -> None:
 
 def store(
     tier: Tier,
-    group: ProcessGroup,
+    group: RankGroup,
     record: Commit,
     shard_bytes: Sequence[int],
     manifest: Manifest,

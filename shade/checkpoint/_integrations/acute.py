@@ -33,6 +33,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +42,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public all the same
 
-from shade.checkpoint._commit.protocol import current_group
 from shade.checkpoint._flush.service import is_served
 from shade.checkpoint._interchange.export import load_state
 from shade.checkpoint._restore.reader import Reader
@@ -51,6 +51,7 @@ from shade.checkpoint._tiers.run_lock import runs_in_store, runs_in_volume
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import CHECKPOINT_URL
 from shade.errors import CheckpointError, ConfigError, TornSnapshotError, shown_place
+from shade.rank_group import current_group
 from shade.storage import open_volume
 from shade.store import StoreURL, open_store
 
@@ -317,11 +318,8 @@ def _run_id(name: str, dated: bool, snapshot_path: str | None, store: str | None
                 found |= set(runs_in_store(opened))
         ours = [run for run in found if run.startswith(name) and _DATE_PATTERN.fullmatch(run[len(name) :])]
         chosen = max(ours, default=chosen)
-    group = current_group()
-    try:
+    with closing(current_group("the run id")) as group:
         return str(group.share(chosen))
-    finally:
-        group.close()
 
 
 def _restore_named(checkpointer: StateDictCheckpointer, snapshot_path: str | None, starting_epoch: int) -> int:

@@ -36,7 +36,6 @@ from torch.futures import Future
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
 from shade.checkpoint._codecs.base import standalone_codec
-from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, shard_content, tensor_key, to_plain
@@ -44,6 +43,7 @@ from shade.checkpoint._save.async_writer import CommitResult
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers
 from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError, ConfigError, ShadeError
+from shade.rank_group import SingleProcessGroup
 
 POLL_SECONDS: Final = 0.05
 _RECEIPT: Final = "shade/receipt"

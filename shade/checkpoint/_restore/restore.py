@@ -31,11 +31,11 @@ import torch
 from shade.checkpoint._buffer.copy_and_compare import copy_bytes
 from shade.checkpoint._capture.app_state import AppState, check_module, plain_name, renamed, unwrapped
 from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
-from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
 from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, ShardDecoder, Snapshot, SnapshotSource
 from shade.errors import CheckpointError, CorruptCheckpointError, StateMismatchError, StorageError, StoreError
+from shade.rank_group import RankGroup, SingleProcessGroup
 
 _BATCH: Final = 32
 """Chunks between two votes when one rank reads for all: 128 MiB."""
@@ -170,7 +170,7 @@ class ReadSnapshot:
 
 def read_newest(
     reader: Reader,
-    group: ProcessGroup,
+    group: RankGroup,
     only: Collection[str] | None = None,
     step: int | None = None,
     borrowable: Callable[[Any], Set[str]] = lambda tree: frozenset(),
@@ -250,7 +250,7 @@ class _Attempt:
     def __init__(
         self,
         reader: Reader,
-        group: ProcessGroup,
+        group: RankGroup,
         snapshot: Snapshot,
         only: Collection[str] | None,
         newest_sequence: int,
@@ -435,7 +435,7 @@ def read_newest_alone(
 
 
 def restore_app_state(
-    reader: Reader, group: ProcessGroup, contents: AppState, step: int | None, only: Sequence[str] | None
+    reader: Reader, group: RankGroup, contents: AppState, step: int | None, only: Sequence[str] | None
 ) -> tuple[Restored, ReadSnapshot | None]:
     """Loads a snapshot into what is attached, and releases the memory that it was read into. Collective.
 
@@ -475,7 +475,7 @@ def restore_app_state(
     return Restored(record.step, contents.epoch, tiers, seconds, record.num_bytes, found.bounds), found
 
 
-def _agree(group: ProcessGroup, failure: Exception | None) -> None:
+def _agree(group: RankGroup, failure: Exception | None) -> None:
     """Raises what went wrong on another rank, unless something went wrong here. Collective."""
     failures = group.gather(None if failure is None else " ".join(str(failure).split()))
     rank = next((rank for rank, each in enumerate(failures) if each is not None), None)

@@ -44,7 +44,7 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._commit.protocol import ProcessGroup, agree, announce, commit, discard, prepare, put, store
+from shade.checkpoint._commit.protocol import agree, announce, commit, discard, prepare, put, store
 from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._pacing.batching import Batching
 from shade.checkpoint._pacing.schedule import Pace, cpu_seconds
@@ -52,6 +52,7 @@ from shade.checkpoint._save.packing import PackedShard, Packer
 from shade.checkpoint._save.stream_upload import StreamUpload
 from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError, ShadeError
+from shade.rank_group import RankGroup
 from shade.types import Bytes
 
 logger = logging.getLogger("shade.checkpoint")
@@ -150,7 +151,7 @@ class AsyncWriter:
 
     def __init__(
         self,
-        groups: Sequence[ProcessGroup],
+        groups: Sequence[RankGroup],
         shared_memory: SharedMemoryTier,
         memory: Tier | None,
         storage: Tier | None,
@@ -203,7 +204,7 @@ class AsyncWriter:
         for thread in self._threads:
             thread.join()
 
-    def _serve(self, requests: queue.SimpleQueue[SaveRequest | None], group: ProcessGroup) -> None:
+    def _serve(self, requests: queue.SimpleQueue[SaveRequest | None], group: RankGroup) -> None:
         while (request := requests.get()) is not None:
             handle = request.handle
             try:
@@ -228,7 +229,7 @@ class AsyncWriter:
 
     # ── the way of a snapshot ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _write(self, request: SaveRequest, group: ProcessGroup) -> CommitResult:
+    def _write(self, request: SaveRequest, group: RankGroup) -> CommitResult:
         upload = None if request.stream_hash is None else self._upload(request, group)
         if self._packer.builds and len(set(group.gather(self._packer.base))) > 1:
             self._packer.forget()
@@ -276,7 +277,7 @@ class AsyncWriter:
         raise CheckpointError("; ".join(reasons) or f"{self._shared_memory.name}: {refusal}")
 
     def _agree(
-        self, request: SaveRequest, group: ProcessGroup, packed: PackedShard | None, error: str | None
+        self, request: SaveRequest, group: RankGroup, packed: PackedShard | None, error: str | None
     ) -> tuple[Commit, list[int]]:
         is_packed = packed is not None and not error
         record, shard_bytes, request.handle.pace = agree(
@@ -293,14 +294,14 @@ class AsyncWriter:
         return record, shard_bytes
 
     def _store(
-        self, tier: Tier, group: ProcessGroup, record: Commit, shard_bytes: Sequence[int], packed: PackedShard
+        self, tier: Tier, group: RankGroup, record: Commit, shard_bytes: Sequence[int], packed: PackedShard
     ) -> str:
         return store(tier, group, record, shard_bytes, packed.manifest, lambda: self._paced(packed.chunks))
 
     def _build_on_base(
         self,
         request: SaveRequest,
-        group: ProcessGroup,
+        group: RankGroup,
         record: Commit,
         shard_bytes: Sequence[int],
         packed: PackedShard,
@@ -330,7 +331,7 @@ class AsyncWriter:
                 request.handle.step, request.buffer, request.num_bytes, request.entries, request.tree
             )
 
-    def _upload(self, request: SaveRequest, group: ProcessGroup) -> StreamUpload:
+    def _upload(self, request: SaveRequest, group: RankGroup) -> StreamUpload:
         """Uploads the chunks into the first tier as they are copied; no reader finds them there yet."""
         upload, error = None, None
         try:
@@ -369,7 +370,7 @@ class AsyncWriter:
             yield chunk
 
     def _keep_in_shared_memory(
-        self, request: SaveRequest, group: ProcessGroup, record: Commit, manifest: Manifest
+        self, request: SaveRequest, group: RankGroup, record: Commit, manifest: Manifest
     ) -> str | None:
         """Commits the snapshot in shared memory, where it lies already; returns why not where that fails."""
         tier, handle = self._shared_memory, request.handle
@@ -386,7 +387,7 @@ class AsyncWriter:
         self._failing.discard(tier.name)
         return None
 
-    def _note_health(self, tier: Tier, group: ProcessGroup, failure: str | None) -> None:
+    def _note_health(self, tier: Tier, group: RankGroup, failure: str | None) -> None:
         """Logs on rank 0 when a tier begins to fail, and when it works again."""
         with self._one_at_a_time:
             is_news = (failure is not None) != (tier.name in self._failing)

@@ -31,11 +31,11 @@ from shade.checkpoint._buffer.stream_hash import StreamHash
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, lay_out
-from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter, cpu_seconds
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._strategies.base import DurabilityLevel, Strategy, StrategyConfig
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
+from shade.rank_group import RankGroup
 
 DURABLE_PATIENCE_SECONDS: Final = 600.0
 """Longest time that training waits for a committed save to become durable."""
@@ -65,7 +65,7 @@ class Saver:
         strategy: Strategy,
         config: StrategyConfig,
         writer: AsyncWriter,
-        group: ProcessGroup,
+        group: RankGroup,
         sequence: int,
         make_room: Callable[[int], None] | None = None,
     ) -> None:

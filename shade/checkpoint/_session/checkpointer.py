@@ -26,7 +26,6 @@ import torch
 from shade.checkpoint._capture.app_state import AppState
 from shade.checkpoint._capture.flatten import part_of, unflatten
 from shade.checkpoint._codecs.base import memory_slots
-from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup, current_group
 from shade.checkpoint._pacing.batching import Batching
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter, Schedule
 from shade.checkpoint._preemption.deadline import EXIT_CODE, Deadline, open_deadline_store
@@ -40,6 +39,7 @@ from shade.checkpoint._save.save import Saver, WaitPolicy
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers, open_to_read
 from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
+from shade.rank_group import RankGroup, SingleProcessGroup, current_group
 from shade.types import Stateful
 
 logger = logging.getLogger("shade.checkpoint")
@@ -109,11 +109,12 @@ class Checkpointer:
         )
         self._strategy.open(config)
         self._schedule, self._meter = Schedule(config.every, config.in_flight), PaceMeter()
-        self._group: ProcessGroup = current_group()
+        purpose = f"snapshots of run {run!r}"
+        self._group: RankGroup = current_group(purpose)
         self._app_state = self._new_app_state(replicated)
-        self._save_groups: list[ProcessGroup] = [SingleProcessGroup() if first_rank_saves else self._group]
+        self._save_groups: list[RankGroup] = [SingleProcessGroup() if first_rank_saves else self._group]
         self._save_groups += [
-            SingleProcessGroup() if first_rank_saves else current_group() for _ in range(config.in_flight - 1)
+            SingleProcessGroup() if first_rank_saves else current_group(purpose) for _ in range(config.in_flight - 1)
         ]
         self._saves = self._group.rank == 0 or not first_rank_saves
         packer = Packer(  # before any tier is opened: it refuses wrong arguments
@@ -188,7 +189,7 @@ class Checkpointer:
         return self._run
 
     @property
-    def group(self) -> ProcessGroup:
+    def group(self) -> RankGroup:
         """The ranks that save and restore together; for interfaces that are built on a checkpointer."""
         return self._group
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name, flusher_log, sweep_logs
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.protocol import ProcessGroup, retire
+from shade.checkpoint._commit.protocol import retire
 from shade.checkpoint._flush.service import is_served, mark_ended, mark_started, start_flusher
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
@@ -26,6 +26,7 @@ from shade.checkpoint._tiers.run_lock import RunLock
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError, ConfigError, ShadeError, StorageError, StoreError, StoreUnavailableError
+from shade.rank_group import RankGroup
 from shade.storage import Volume, open_volume
 from shade.store import Store, open_store
 
@@ -158,7 +159,7 @@ class Tiers:
 
 def open_tiers(
     run: str,
-    group: ProcessGroup,
+    group: RankGroup,
     store_url: str | None,
     persist_to: str | os.PathLike[str] | None,
     *,

@@ -21,9 +21,9 @@ from typing_extensions import override
 
 from shade.checkpoint._capture.app_state import Agree, AppState, CapturedState, RandomState, agreed
 from shade.checkpoint._capture.flatten import flatten, unflatten
-from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.errors import ConfigError
+from shade.rank_group import RankGroup
 from shade.types import Stateful
 
 SMALL_BYTES: Final = 2**16
@@ -38,7 +38,7 @@ class StateDictState(AppState):
         group: The ranks; used in `capture`.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: RankGroup) -> None:
         super().__init__(replicated=True)
         self._group = group
         self._random: Stateful = RandomState()

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._interchange.certify import TRAIL_FILE, copy_snapshot, differences, read_trail
 from shade.checkpoint._restore.reader import Reader, Snapshot
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
@@ -32,6 +31,7 @@ from shade.checkpoint._tiers.tier import Tier
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, RunConfig
 from shade.errors import CheckpointError, ConfigError, StorageError, StoreError
 from shade.launch.ranks import Ranks, free_port, watch
+from shade.rank_group import SingleProcessGroup
 from shade.storage import open_volume
 from shade.store import open_store
 

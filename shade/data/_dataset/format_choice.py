@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from shade.cache.entry import HEADER_BYTES
 from shade.data._dataset import item_codec
@@ -26,6 +24,7 @@ from shade.data._decode.cached_format import (
     forecast,
 )
 from shade.errors import ConfigError
+from shade.rank_group import current_group
 
 logger = logging.getLogger("shade.data")
 
@@ -72,7 +71,7 @@ class FormatChoice:
         steps = [self._costs_of(source, name, each) for name, each in probed.items()]
         self.forecast = forecast(costs, num_samples, capacity_bytes + wishes.disk_bytes, prefixes=steps)
         best = self.forecast.cached_format
-        self.used = _agreed(best, list(self.forecast.seconds)) if wishes.form == "auto" else wishes.form
+        self.used = _agreed(best) if wishes.form == "auto" else wishes.form
         if self.used == "decoded":
             assert isinstance(source, FileSource)
             self.source = DecodedSource(source, self._measured, wishes.max_side)
@@ -139,12 +138,7 @@ class FormatChoice:
             raise ConfigError.of(f"a result that can be encoded, at index {index}", str(error), cure) from error
 
 
-def _agreed(cached_format: str, names: list[str]) -> str:
+def _agreed(cached_format: str) -> str:
     """Returns rank 0's choice: clocks differ between ranks, and ranks share a cache."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return cached_format
-    group = dist.new_group(backend="gloo")
-    chosen = torch.tensor([names.index(cached_format)])
-    assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
-    dist.broadcast(chosen, src=dist.get_global_rank(group, 0), group=group)
-    return names[int(chosen.item())]
+    with closing(current_group("the cached format")) as group:
+        return str(group.share(cached_format))

@@ -21,7 +21,6 @@ import logging
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
 
 from shade.cache.cache import SampleCache
@@ -30,10 +29,10 @@ from shade.cache.coordinated_read import CoordinatedRead
 from shade.cache.job_registry import BEAT_SECONDS, JobRegistry
 from shade.cache.sharing import Sharing
 from shade.data._sampler.locality import Locality
-from shade.data._sampler.rank_shard import agreed_name
 from shade.errors import ConfigError, StoreError
 from shade.policy import POLICIES
 from shade.policy.base import EpochPlan
+from shade.rank_group import RankGroup, agreed_name
 from shade.types import Bools, Floats, Indices, Order
 
 logger = logging.getLogger("shade.data")
@@ -51,7 +50,8 @@ class CachePlanner:
         policy: Name of the policy.
         draws_ahead: Whether the next epoch's order will be known.
         rank: This rank.
-        num_replicas: W; above 1 with torch.distributed initialised, all ranks call `begin_epoch` together.
+        num_replicas: W.
+        group: The ranks, which call `settle` together; this rank alone where torch.distributed does not connect them.
         global_batch: G.
         follow: The common name of jobs that take one stream.
 
@@ -67,6 +67,7 @@ class CachePlanner:
         draws_ahead: bool,
         rank: int,
         num_replicas: int,
+        group: RankGroup,
         *,
         global_batch: int,
         follow: str | None = None,
@@ -86,19 +87,15 @@ class CachePlanner:
         self._disk: CachePlanner | None = None
         self.policy_name = policy
         self._plans_exactly = policy_class.needs_next_order
-        self._group: dist.ProcessGroup | None = None
-        if num_replicas > 1 and dist.is_available() and dist.is_initialized():
-            made = dist.new_group(backend="gloo")
-            assert isinstance(made, dist.ProcessGroup), "every rank of the world takes part"
-            self._group = made
-            self._check_same_data()
+        self._group = group
+        self._check_same_data()
         self._is_one_store = cache.store.medium != "disk" or self._all_equal(cache.store.identity())
         if cache.disk is not None:
-            self._disk = CachePlanner(cache.disk, "plan", True, rank, num_replicas, global_batch=global_batch)
+            self._disk = CachePlanner(cache.disk, "plan", True, rank, num_replicas, group, global_batch=global_batch)
         self._coordinated: CoordinatedRead | None = None
         self.sharing = self._join(follow, global_batch)
         """The other jobs on this cache; None if no other job can see it."""
-        self._locality = Locality(cache, rank, num_replicas, self._group)
+        self._locality = Locality(cache, rank, num_replicas, group)
         cache.use_policy(policy_class)
         self._started = False
         self._is_settled = False
@@ -107,7 +104,7 @@ class CachePlanner:
     def _join(self, follow: str | None, global_batch: int) -> Sharing | None:
         """Takes this job's place among those that use the cache. Collective."""
         cache = self._cache
-        is_private = not cache.store.shared or (self._num_replicas > 1 and self._group is None)
+        is_private = not cache.store.shared or self._num_replicas > self._group.world_size
         is_private |= not self._is_one_store
         if follow is not None and (is_private or self._num_replicas > 1):
             raise ConfigError.of(
@@ -122,10 +119,9 @@ class CachePlanner:
         sharing = Sharing(cache, jobs, self._rank, self._num_replicas, beat_seconds=beat_seconds)
         if self._rank == 0:
             sharing.start()
-        if self._group is not None:
-            dist.barrier(self._group)
-            if self._rank > 0:
-                sharing.start()
+        self._group.gather(None)  # rank 0 has started
+        if self._rank > 0:
+            sharing.start()
         if follow is not None:
             self._coordinated = CoordinatedRead(cache, jobs, sharing, global_batch)
         return sharing
@@ -133,7 +129,7 @@ class CachePlanner:
     def _check_same_data(self) -> None:
         """Refuses ranks with different data: they would look for each other's entries under different names and all
         read the origin, in silence."""
-        names = self._gather(self._cache.keys.namespace)
+        names = self._digests(self._cache.keys.namespace)
         if len(set(names)) > 1:
             raise ConfigError.of(
                 "the same data set on every rank (same files, sizes and times; same items)",
@@ -141,16 +137,13 @@ class CachePlanner:
                 "mount one copy, or copy with times kept (cp -p, rsync -t); items must not be random",
             )
 
-    def _gather(self, text: str) -> list[str]:
+    def _digests(self, text: str) -> list[str]:
         """Returns a digest of every rank's text. Collective."""
-        mine = torch.tensor([xxhash.xxh32_intdigest(text.encode())])
-        found = [torch.zeros_like(mine) for _ in range(self._num_replicas)]
-        dist.all_gather(found, mine, group=self._group)
-        return [f"{int(each):08x}" for each in found]
+        return list(map(str, self._group.gather(xxhash.xxh32_hexdigest(text.encode()))))
 
     def _all_equal(self, text: str) -> bool:
         """Returns whether all ranks have the same text; True for ranks that cannot ask. Collective."""
-        return self._group is None or len(set(self._gather(text))) == 1
+        return len(set(self._digests(text))) == 1
 
     @property
     def resident_N(self) -> Bools | None:
@@ -221,27 +214,20 @@ class CachePlanner:
     def _any(self, flag: bool) -> bool:
         """Returns whether the flag is set on any rank: one rank may notice other jobs before the epoch's end, another
         not yet."""
-        gathered = torch.tensor([int(flag)])
-        if self._group is not None:
-            dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(gathered.item())
+        return bool(self._group.gather_fields(np.array([flag], dtype=np.int64)).any())
 
     def _agree(self, disturbed: bool, company: bool) -> tuple[bool, bool, int]:
         """Returns both flags as set on any rank, and the quota of rank 0."""
-        quota = self._cache.quota_bytes
-        if self._group is None:
-            return disturbed, company, quota
-        gathered = torch.tensor([int(disturbed), int(company), quota if self._rank == 0 else 0])
-        dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(gathered[0]), bool(gathered[1]), int(gathered[2])
+        said_W3 = self._group.gather_fields(np.array([disturbed, company, self._cache.quota_bytes], dtype=np.int64))
+        return bool(said_W3[:, 0].any()), bool(said_W3[:, 1].any()), int(said_W3[0, 2])
 
     def _find_residents(self) -> Indices:
-        if self._group is None:
+        if self._group.world_size == 1:
             return self._count()
         held_N = torch.zeros(len(self._cache.residency.flag_N), dtype=torch.uint8)
-        if self._rank == 0:
+        if self._group.rank == 0:
             held_N[torch.from_numpy(self._count())] = 1
-        dist.broadcast(held_N, src=dist.get_global_rank(self._group, 0), group=self._group)
+        self._group.broadcast(held_N, 0)
         return np.flatnonzero(held_N.numpy())
 
     def _count(self) -> Indices:

@@ -17,12 +17,11 @@ from __future__ import annotations
 import socket
 
 import numpy as np
-import torch
-import torch.distributed as dist
 import xxhash
 
 from shade.cache.cache import SampleCache
 from shade.errors import StoreError
+from shade.rank_group import RankGroup
 from shade.sampling.shards import NOWHERE, redeal
 from shade.types import Bools, Indices
 
@@ -31,9 +30,9 @@ _MAX_SERVERS = 62
 
 
 class Locality:
-    """One rank's knowledge of which host keeps what. Without a group in which the ranks agree, it deals by position."""
+    """One rank's knowledge of which host keeps what. Ranks that cannot agree deal by position."""
 
-    def __init__(self, cache: SampleCache, rank: int, num_replicas: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, cache: SampleCache, rank: int, num_replicas: int, group: RankGroup) -> None:
         self._cache, self._rank, self._num_replicas, self._group = cache, rank, num_replicas, group
         self._home_by_bucket: Indices | None = None
         self._host_W: Indices | None = None
@@ -41,15 +40,12 @@ class Locality:
     def refresh(self) -> None:
         """Looks at the cluster, and agrees with the other ranks. Collective."""
         self._home_by_bucket = None
-        if self._group is None or not self._cache.store.shared:
+        if self._group.world_size == 1 or not self._cache.store.shared:
             return
         servers, server_by_bucket = self._servers()
         digest = xxhash.xxh3_64_intdigest("\n".join(servers).encode() + server_by_bucket.tobytes()) >> 1
         near = sum(1 << number for number, server in enumerate(servers) if is_here(server))
-        mine = torch.tensor([digest, near, len(servers)], dtype=torch.int64)
-        found = [torch.zeros_like(mine) for _ in range(self._num_replicas)]
-        dist.all_gather(found, mine, group=self._group)
-        gathered = torch.stack(found).numpy()
+        gathered = self._group.gather_fields(np.array([digest, near, len(servers)], dtype=np.int64))
         hosts, host_W = np.unique(gathered[:, 1], return_inverse=True)
         if len(np.unique(gathered[:, 0])) > 1 or not servers or len(hosts) < 2:
             return

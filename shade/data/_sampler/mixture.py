@@ -28,10 +28,10 @@ from torch.utils.data import Sampler
 
 from shade.data._sampler.packed import PackedDataset
 from shade.data._sampler.place import Pass, Place, SamplerIterator, check_place
-from shade.data._sampler.rank_shard import ranks_of
 from shade.data._sampler.usage import UsageWarnings
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
+from shade.rank_group import ranks_of
 from shade.sampling import num_steps, rank_slice
 from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
 from shade.types import Floats, Indices
@@ -213,7 +213,7 @@ class MixtureSampler(Sampler[PackedSequence]):
     def steps_done(self) -> int:
         """Returns the steps of the present round whose losses were reported; without a report, those whose batches the
         loop has got from its loader."""
-        return min(self.place.steps_done, self.num_steps)
+        return self.place.steps_done
 
     def set_epoch(self, epoch: int) -> None:
         """Accepts the number of the round that comes next, for loops that set an epoch; rounds count themselves.

@@ -251,6 +251,8 @@ class Place:
     def reported(self, located: int | torch.Tensor | None = None) -> None:
         """Counts a report: of a batch that `locate` found, or of the next one."""
         next_one = self._reported + 1
+        if located is None and self.newest is not None and self.has_begun:
+            next_one = min(next_one, self.newest.num_steps)  # a batch may be reported twice
         self._reported = located if isinstance(located, int) else next_one
         self._unlocated = located if isinstance(located, torch.Tensor) else None
         if self.newest is not None and self.has_begun:

@@ -8,42 +8,14 @@ Legend: N data set · K drawn in an epoch · G global batch · B this rank's par
 from __future__ import annotations
 
 import logging
-import secrets
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from shade.errors import ConfigError
 from shade.sampling.base import Draw
 from shade.sampling.shards import num_steps, rank_positions, rank_slice
 from shade.types import Floats, Indices, Order
 
 logger = logging.getLogger("shade.data")
-
-_NAME_BYTES = 8
-
-
-def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tuple[int, int, bool]:
-    """Returns how many ranks there are, this one's number, and whether torch.distributed connects them, which says what
-    the caller does not. Raises ConfigError for a rank or a batch size out of range."""
-    distributed = dist.is_available() and dist.is_initialized()
-    num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
-    rank = (dist.get_rank() if distributed else 0) if rank is None else rank
-    if not 0 <= rank < num_replicas:
-        cure = "ranks count from 0 (-nr 0 … n-1)"
-        raise ConfigError.of(f"a rank below num_replicas={num_replicas}", rank, cure)
-    if batch_size < 1:
-        raise ConfigError.of("batch_size ≥ 1", batch_size, "pass the DataLoader's batch_size")
-    return num_replicas, rank, distributed
-
-
-def agreed_name(group: dist.ProcessGroup | None) -> str:
-    """Returns a new random name, the same on every rank of a group (None: this rank is alone). Collective."""
-    drawn = torch.tensor(list(secrets.token_bytes(_NAME_BYTES)))
-    if group is not None:
-        dist.broadcast(drawn, src=dist.get_global_rank(group, 0), group=group)
-    return bytes(drawn.tolist()).hex()
 
 
 class RankShard:

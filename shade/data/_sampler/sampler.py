@@ -18,27 +18,27 @@ Legend: N data set · K drawn in an epoch · B batch of one rank · G global bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
 from shade.cache.cache import SampleCache
-from shade.data._sampler.cache_planner import ENDING_BATCHES, CachePlanner
-from shade.data._sampler.dealt_batches import DealtBatches
+from shade.data._sampler.cache_planner import CachePlanner
 from shade.data._sampler.epoch_draws import EpochDraws, chosen_mode
-from shade.data._sampler.place import Pass, Place, SamplerIterator, check_place
-from shade.data._sampler.rank_shard import RankShard, ranks_of
+from shade.data._sampler.epoch_passes import EpochPasses
+from shade.data._sampler.place import Place, SamplerIterator, check_place
+from shade.data._sampler.rank_shard import RankShard
 from shade.data._sampler.saved_draws import SharedDraws
+from shade.data._sampler.settings import check_ranks, check_settings, settings_of
 from shade.data._sampler.shuffle_window import ShuffleWindow
 from shade.data._sampler.usage import ForgottenCallWarning as ForgottenCallWarning
 from shade.data._sampler.usage import UsageWarnings, check_wrapping
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
-from shade.policy.base import EpochPlan
-from shade.sampling.base import LARGE, LARGE_ORDER, Receipt, is_large
+from shade.rank_group import SingleProcessGroup, current_group, ranks_of
+from shade.sampling.base import Receipt, is_large
 from shade.types import Floats, Order
 
 _READ_AHEAD = 1 << 20
@@ -95,41 +95,35 @@ class ShadeSampler(DistributedSampler[int]):
         self.num_replicas, self.rank, distributed = ranks_of(num_replicas, rank, batch_size)
         self.num_samples = len(dataset)
         self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
-        self._check(distributed)
-        check_wrapping(dataset)
         self.global_batch = batch_size * self.num_replicas
-        source = getattr(dataset, "source", None)
+        check_wrapping(dataset)
         made, options = chosen_mode(
             mode,
             self.num_samples,
             self.global_batch,
             seed,
             {"keep": keep, "replication_factor": replication_factor},
-            {"epochs": epochs, "targets_N": getattr(source, "target_N", None)},
+            {"epochs": epochs, "targets_N": getattr(getattr(dataset, "source", None), "target_N", None)},
         )
-        if self.num_replicas > 1 and not distributed and made.uses_scores:
-            raise ConfigError.of(
-                "torch.distributed to be initialised: ranks merge their losses through it",
-                f"num_replicas={self.num_replicas}",
-                "call torch.distributed.init_process_group('gloo') first, or use mode='uniform'",
-            )
-        self._settings = {
-            "mode": mode,
-            "seed": seed,
-            "num_samples": self.num_samples,
-            "global_batch": self.global_batch,
-        }
-        self._settings |= {"shuffle": shuffle, "drop_last": drop_last}
-        self._settings |= {} if shuffle_window is None else {"shuffle_window": shuffle_window}
-        self._settings |= {name: value for name, value in options.items() if name != "targets_N"}
-        if is_large(self.num_samples):
-            self._settings["order"] = LARGE_ORDER
+        check_ranks(
+            self.num_samples, batch_size, self.num_replicas, distributed=distributed, uses_scores=made.uses_scores
+        )
+        self._settings = settings_of(
+            options,
+            mode=mode,
+            seed=seed,
+            num_samples=self.num_samples,
+            global_batch=self.global_batch,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            shuffle_window=shuffle_window,
+        )
         self._merger = ScoreMerger(ImportanceTable(self.num_samples, score, made.default_score), batch_size)
         cache: SampleCache | None = getattr(dataset, "cache", None)
-        if cache is None and follow is not None:
-            raise ConfigError.of(
-                "a ShadeDataset with a cache, to follow one stream", type(dataset).__name__, "give it one"
-            )
+        joined = distributed and self.num_replicas > 1
+        talks = joined and (cache is not None or shuffle_window is not None or is_large(self.num_samples))
+        self._group = current_group("the sampler's plans") if talks else SingleProcessGroup()
+        """For the training thread; the merger's thread has its own."""
         self._planner: CachePlanner | None = None
         if cache is not None:
             self._planner = CachePlanner(
@@ -138,45 +132,42 @@ class ShadeSampler(DistributedSampler[int]):
                 made.draws_ahead,
                 self.rank,
                 self.num_replicas,
+                self._group,
                 global_batch=self.global_batch,
                 follow=follow,
             )
-        joined = distributed and self.num_replicas > 1
-        self._window = None if shuffle_window is None else self._opened_window(dataset, shuffle_window, cache, joined)
+        elif follow is not None:
+            raise ConfigError.of(
+                "a ShadeDataset with a cache, to follow one stream", type(dataset).__name__, "give it one"
+            )
+        window: ShuffleWindow | None = None
+        if shuffle_window is not None:
+            if not shuffle:
+                raise ConfigError.of("shuffle=True with a shuffle_window", False, "leave one of the two out")
+            count = None if cache is None else cache.for_thread(_READ_AHEAD).count_origin
+            window = ShuffleWindow(dataset, shuffle_window, seed, self.global_batch, group=self._group, count=count)
         self._draws = EpochDraws(
             made,
             self._merger,
             shuffle=shuffle,
             epochs=epochs,
             planner=self._planner,
-            window=self._window,
-            shared=SharedDraws(self.num_samples) if joined and is_large(self.num_samples) else None,
+            window=window,
+            shared=SharedDraws(self.num_samples, self._group) if joined and is_large(self.num_samples) else None,
         )
-        self._shard = RankShard(self.rank, self.num_replicas, batch_size, drop_last)
-        self._weight_N: Floats | None = None
         self._usage = UsageWarnings(dataset)
         self.place = Place(self._usage)
         """Where training is in the stream; read by loaders, moved by the calls below."""
-        self._generators = getattr(dataset, "generators", None)
-        self._follows = False  # a training loop may set the epoch of the random transforms itself
-
-    def _check(self, distributed: bool) -> None:
-        if self.batch_size * self.num_replicas > self.num_samples:
-            raise ConfigError.of(
-                f"batch_size × ranks of at most {self.num_samples}, the size of the data set",
-                f"{self.batch_size} × {self.num_replicas}",
-                "choose a smaller batch size",
-            )
-        if self.num_replicas > 1 and distributed and dist.get_world_size() != self.num_replicas:
-            raise ConfigError.of(
-                f"num_replicas equal to the world size {dist.get_world_size()}", self.num_replicas, "leave it out"
-            )
-
-    def _opened_window(self, dataset: Any, window: int, cache: SampleCache | None, joined: bool) -> ShuffleWindow:
-        if not self.shuffle:
-            raise ConfigError.of("shuffle=True with a shuffle_window", False, "leave one of the two out")
-        count = None if cache is None else cache.for_thread(_READ_AHEAD).count_origin
-        return ShuffleWindow(dataset, window, self.seed, self.global_batch, is_distributed=joined, count=count)
+        self._passes = EpochPasses(
+            self.place,
+            self._draws,
+            RankShard(self.rank, self.num_replicas, batch_size, drop_last),
+            self._usage,
+            planner=self._planner,
+            window=window,
+            generators=getattr(dataset, "generators", None),
+            seed=seed,
+        )
 
     # ── the calls of a training loop ────────────────────────────────────────────────────────────────────────────────
 
@@ -210,18 +201,7 @@ class ShadeSampler(DistributedSampler[int]):
             ConfigError: An index that is outside the data set.
         """
         self._usage.made.add("weights")
-        if self._weight_N is None and not indices.is_cpu:
-            return torch.ones(len(indices), dtype=torch.float32, device=indices.device)
-        index_B = indices.cpu().numpy()
-        if len(index_B) and not 0 <= index_B.min() <= index_B.max() < self.num_samples:
-            raise ConfigError.of(
-                f"indices of the data set's {self.num_samples} samples",
-                f"{index_B.min()} … {index_B.max()}",
-                "pass the indices that came with the batch",
-            )
-        if self._weight_N is None:
-            return torch.ones(len(index_B), dtype=torch.float32)
-        return torch.from_numpy(self._weight_N[index_B]).to(indices.device)
+        return self._passes.weights(indices)
 
     def report(self, indices: torch.Tensor, losses: torch.Tensor) -> None:
         """Reports the losses of one batch; once a step on every rank. Does not wait for the device or the network.
@@ -255,16 +235,12 @@ class ShadeSampler(DistributedSampler[int]):
         it if a loader that keeps its own place has resumed, because it counts from the epoch's start.)"""
         if not self.place.has_pass:
             self._usage.made.add("len")
-        return self._num_mine(0 if self.place.is_sought else self.place.first_step)
-
-    def _num_mine(self, first_step: int) -> int:
-        """Returns how many samples this rank takes in the present epoch from a step on."""
-        return self._shard.num_mine(len(self._draws.of(self.place.epoch).order_K), first_step)
+        return self._passes.num_mine(0 if self.place.is_sought else self.place.first_step)
 
     @property
     def num_steps(self) -> int:
         """Returns the steps of the present epoch, those already taken included; the same on every rank."""
-        return self._shard.num_steps(len(self._draws.of(self.place.epoch).order_K))
+        return self._passes.num_steps
 
     def total_steps(self, epochs: int) -> int:
         """Returns the steps of a whole run, for schedules that count steps: ``OneCycleLR(opt, lr, total_steps=…)``.
@@ -278,7 +254,7 @@ class ShadeSampler(DistributedSampler[int]):
             Steps of every rank.
         """
         self._usage.made.add("total_steps")
-        return sum(self._shard.num_steps(self._draws.mode.num_drawn(epoch)) for epoch in range(epochs))
+        return sum(self._passes.shard.num_steps(self._draws.mode.num_drawn(epoch)) for epoch in range(epochs))
 
     def scores(self) -> Floats | None:
         """Returns the importance of every sample by all reports so far; None if the mode uses none."""
@@ -312,7 +288,7 @@ class ShadeSampler(DistributedSampler[int]):
     def __repr__(self) -> str:
         """Returns what is drawn, for which rank, and how far training is; draws nothing by itself."""
         drawn = self._draws.made(self.place.epoch)
-        num_steps = "" if drawn is None else f" of {self._shard.num_steps(len(drawn.order_K))}"
+        num_steps = "" if drawn is None else f" of {self.num_steps}"
         options = "".join(
             f", {name}={value!r}"
             for name, value in self._settings.items()
@@ -326,80 +302,7 @@ class ShadeSampler(DistributedSampler[int]):
         )
 
     def __iter__(self) -> SamplerIterator:
-        return SamplerIterator(self, self._begin_pass)
-
-    def _begin_pass(self, is_placed: bool) -> tuple[int, Iterator[int]]:
-        """Begins a pass, when its first index is asked for.
-
-        A pass that was set to the epoch's end leaves the epoch ended, and the pass after it is the next epoch: loaders
-        that keep their place begin a new iterator after an ended one.
-        """
-        place = self.place
-        if place.is_sought and not is_placed and place.first_step >= self.num_steps:
-            place.turn_to(place.epoch + 1)
-        is_first = not place.has_begun
-        if place.has_trained:
-            self._end_epoch()
-        place.rewind()
-        if self._generators is not None and (self._follows or not self._generators.following):
-            self._follows = True
-            self._generators.follow(self.seed, place.epoch)
-        if self._planner is not None:
-            self._planner.settle()
-        draw = self._draws.of(place.epoch)
-        self._weight_N = self._shard.weights(draw, self.num_samples)
-        coming = self._draws.ahead_of(place.epoch)
-        self._draws.forget_before(place.epoch)
-        order_K = self._shard.epoch_order(draw.order_K)
-        if self._planner is not None:
-            scores = self._draws.scores()
-            self._planner.begin_epoch(
-                EpochPlan(
-                    place.epoch,
-                    order_K,
-                    None if coming is None else self._shard.epoch_order(coming.order_K),
-                    None if scores is None else scores.score_N,
-                    start=min(place.first_step * self.global_batch, len(order_K)),
-                )
-            )
-        if self._window is not None:
-            self._window.begin(order_K, place.first_step)
-        self._usage.warn_of_length(place.epoch, self.num_steps, self._shard.num_steps(self.num_samples))
-        dealt = DealtBatches(self._shard, order_K, len(draw.order_K))
-        mine = place.begin(self.num_steps, dealt, is_first=is_first)
-        return self._num_mine(0) - self._num_mine(place.first_step), self._pass(mine, order_K, len(draw.order_K))
-
-    def _end_epoch(self) -> None:
-        """Warns of calls that the loop has not made in the epochs so far, and counts the epochs itself if need be."""
-        mode, usage = self._draws.mode, self._usage
-        if "set_epoch" not in usage.made:
-            self.place.turn_to(self.place.epoch + 1)
-        usage.require("set_epoch")
-        if mode.uses_scores:
-            usage.require("report")
-        if self._weight_N is not None and mode.uses_weights and "report" in usage.made:
-            usage.require("weights")
-
-    def _pass(self, mine: Pass, order_K: Order, num_drawn: int) -> Iterator[int]:
-        """Yields the rest of the epoch, and dispatches each batch just before it is handed out.
-
-        The cache is planned for the pass that began last. One that began before and is still used gets the same samples
-        without a plan: by position, through whatever the cache holds.
-        """
-        for step in self.place.steps(mine):
-            index_G, part = self._shard.of(order_K, num_drawn, step)
-            index_B = index_G[part]
-            if mine is self.place.newest:
-                if self._planner is not None:
-                    index_B = self._planner.dispatch(index_G, part, num_left=mine.num_steps - 1 - step)
-                assert mine.dealt is not None
-                mine.dealt.remember(step, index_B)
-                if self._window is not None:
-                    num_got = mine.num_dealt - ENDING_BATCHES if mine.num_got is None else mine.num_got
-                    self._window.reach(step, mine.first_step + num_got)
-            yield from index_B.tolist()
-        if self._planner is not None and mine is self.place.newest:
-            self._planner.end_epoch()
+        return SamplerIterator(self, self._passes.begin)
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -423,24 +326,11 @@ class ShadeSampler(DistributedSampler[int]):
         Raises:
             ConfigError: The state belongs to other settings, or an order does not match its hash.
         """
-        for name, mine in ({"shuffle_window": None} | self._settings).items():
-            theirs = state["settings"].get(name)
-            # A run may be continued for more epochs: what was drawn stays, and only later draws ask for the length.
-            if theirs != mine and name == "order":
-                raise ConfigError.of(
-                    f"a run that draws more than {LARGE} samples as this version does, order={mine!r}",
-                    f"order={theirs!r}",
-                    "resume with the version of shade that saved it, or begin a new run",
-                )
-            if theirs != mine and name != "epochs":
-                raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, "resume with the saved settings")
+        check_settings(state["settings"], self._settings)
         check_place(state)
         self._draws.load_state_dict(state)
         self.place.turn_to(int(state["epoch"]), int(state["steps_done"]))
-        draw = self._draws.made(self.place.epoch)
-        self._weight_N = None if draw is None else self._shard.weights(draw, self.num_samples)
-        if self._planner is not None:
-            self._planner.doubt()
+        self._passes.resume()
 
     def at_resume(self, action: Callable[[], None]) -> None:
         """Calls an action when the rest of an interrupted epoch begins, once; not if another epoch begins instead.
@@ -456,3 +346,4 @@ class ShadeSampler(DistributedSampler[int]):
         self._draws.close()
         if self._planner is not None:
             self._planner.close()
+        self._group.close()

@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
 
-from shade.data._sampler.rank_shard import agreed_name
 from shade.errors import ConfigError
 from shade.process import enter_folder, exclusive_lock, leave_folder, remove_unused, replacing
+from shade.rank_group import RankGroup, agreed_name
 from shade.sampling.base import Draw, Receipt, parts, picked
 from shade.sampling.receipt import measure
 from shade.types import Floats, Order
@@ -50,14 +49,13 @@ class SharedDraws:
 
     Args:
         num_samples: N.
+        group: The ranks of this job.
     """
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(self, num_samples: int, group: RankGroup) -> None:
         stem = f"{_MEMORY}/shade-{os.getuid()}-draws-"
         for path in glob.glob(f"{glob.escape(stem)}*"):
             remove_unused(path)  # of jobs that were killed
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
         self._folder = f"{stem}{agreed_name(group)}"
         self._is_usable = self._has_room(2 * _DRAW_BYTES * num_samples)
         if self._is_usable:

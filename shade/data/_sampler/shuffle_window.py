@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
-from shade.data._sampler.rank_shard import agreed_name
 from shade.errors import ConfigError
+from shade.rank_group import RankGroup, agreed_name
 from shade.sampling.base import Draw, Purpose, generator
 from shade.sampling.window import windowed
 from shade.types import Indices, Order
@@ -48,7 +46,7 @@ class ShuffleWindow:
         window: Over how many places the samples of a block are spread.
         seed: The sampler's.
         global_batch: G.
-        is_distributed: Whether torch.distributed connects the ranks of this job.
+        group: The ranks of this job.
         count: Gets the requests and bytes that are read ahead.
 
     Raises:
@@ -62,7 +60,7 @@ class ShuffleWindow:
         seed: int,
         global_batch: int,
         *,
-        is_distributed: bool,
+        group: RankGroup,
         count: Callable[[int, int], None] | None,
     ) -> None:
         if window < 1:
@@ -74,8 +72,6 @@ class ShuffleWindow:
             raise ConfigError.of(expected, type(dataset).__name__, "leave shuffle_window out")
         self._blocks, self._window, self._seed, self._global_batch = found, window, seed, global_batch
         self._num_samples = len(dataset)
-        group = dist.new_group(backend="gloo") if is_distributed else None
-        assert group is None or isinstance(group, dist.ProcessGroup), "every rank of the world takes part"
         found.plan_window(min(window, self._num_samples), agreed_name(group), count)
 
     def ordered(self, draw: Draw) -> Draw:

@@ -189,7 +189,8 @@ class BlockTier:
         with self._changing:
             if block not in self._taken:
                 return
-            fcntl.lockf(self._lock_file, fcntl.LOCK_UN, 1, block[0] * _LOCK_STRIDE + block[1])
+            if self._lock_file >= 0:  # the tier is not closed
+                fcntl.lockf(self._lock_file, fcntl.LOCK_UN, 1, block[0] * _LOCK_STRIDE + block[1])
             self._taken.discard(block)
 
     def wait(self, block: Block, *, takes: bool = False) -> None:
@@ -202,6 +203,10 @@ class BlockTier:
     def close(self) -> None:
         """Closes the store, and removes it if it lies in memory. Safe to call twice."""
         self._store.close()
+        with self._changing:
+            if self._lock_file >= 0:
+                os.close(self._lock_file)  # which gives up the locks that are left
+                self._lock_file = -1
         self.leave()
 
 

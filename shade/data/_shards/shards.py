@@ -273,16 +273,18 @@ class Shards(Dataset[Any]):
         """Returns the payloads that this machine's disk had before this pass."""
         if self._blocks is None:
             return {}
-        if self._ahead is not None:
-            came = set(self._ahead.wait(indices)[1])
+        ahead = self._ahead
+        if ahead is not None:
+            came = set(ahead.wait(indices)[1])
             indices = [each for each in indices if each not in came]
         return self._blocks.look_up(indices)
 
     def _read_ahead(self, indices: Sequence[int]) -> dict[int, Any]:
         """Returns the payloads of blocks that were read ahead, after those that are on their way have come."""
-        if self._ahead is None:
+        ahead = self._ahead
+        if ahead is None:
             return {}
-        here, came = self._ahead.wait(indices)
+        here, came = ahead.wait(indices)
         wanted = here + came
         found = {} if self._window is None else self._window.look_up(wanted)
         if self._blocks is not None:
@@ -392,8 +394,9 @@ class Shards(Dataset[Any]):
 
     def close(self) -> None:
         """Ends the threads and closes the disk. Safe to call twice."""
-        if self._ahead is not None:
-            self._ahead.close()
+        ahead, self._ahead = self._ahead, None  # which refers back
+        if ahead is not None:
+            ahead.close()
         self._origin.close()
         for tier in (self._blocks, self._window):
             if tier is not None:

@@ -19,12 +19,10 @@ Legend: W world · N fields.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shade.errors import ConfigError, PeerLostError
+from shade.rank_group import free_group, gather_single, new_gloo_group, reason_of
 from shade.types import Indices
 
 TIMEOUT_SECONDS = 60.0
@@ -43,8 +42,7 @@ Octets = npt.NDArray[np.uint8]
 PendingGather = Callable[[], list[Octets]]
 """A call that waits for a started gather and returns the payloads, by rank. Call it once."""
 _T = TypeVar("_T")
-# PyTorch 2.14 renamed both and warns about the old names, the only ones that 2.8 has.
-_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# As `gather_single`.
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -104,7 +102,7 @@ class Transport:
                 ranks = dist.get_process_group_ranks(group)
             if ranks is not None and dist.get_rank() not in ranks:
                 raise ConfigError.of("a group that this rank is in", list(ranks), "make it on its members only")
-            self._group = _own_group(ranks, timeout_seconds)
+            self._group = new_gloo_group(ranks, timeout_seconds)
             self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
             self.ranks = tuple(dist.get_process_group_ranks(self._group))
             # A rank that frees the group at once would break one that is still connecting.
@@ -188,9 +186,7 @@ class Transport:
         group, self._group = self._group, None
         if group is not None:
             self._lost = self._lost or "the transport is closed"
-            if dist.is_initialized():
-                with contextlib.suppress(ValueError):  # the trainer has already destroyed all groups
-                    dist.destroy_process_group(group)
+            free_group(group)
 
     def _gather(self, everything: Tensor, mine: Tensor) -> None:
         self._run(self._begin_gather(everything, mine))
@@ -199,7 +195,7 @@ class Transport:
         """Starts a gather and returns its end, which does not hold the group (see `_run`)."""
         share = mine.nbytes * (self.world_size - 1)
         self._count(share, share)
-        work = self._run(lambda: _gather_single(everything, mine, group=self._group, async_op=True))
+        work = self._run(lambda: gather_single(everything, mine, group=self._group, async_op=True))
         assert work is not None  # this rank is in the group
         number = next(self._numbers)
         self._under_way[number] = work
@@ -222,10 +218,7 @@ class Transport:
         try:
             return collective()
         except (RuntimeError, ValueError) as error:
-            # PyTorch looks up the failing group, does not find a formed one, and raises that as a second error.
-            first = error.__context__ or error
-            text = str(first).partition(". This is typically")[0].rpartition("] ")[2] or str(first)
-            self._lost = f"{type(first).__name__}: {text}"
+            self._lost = reason_of(error)
             self._under_way.clear()
         finally:
             ended = time.perf_counter()
@@ -239,13 +232,3 @@ class Transport:
             f"{self.timeout_seconds:g} s, got on rank {self.rank}: {self._lost}; "
             "see the lost rank's log, then restart from the last checkpoint or form the group anew"
         )
-
-
-def _own_group(ranks: Sequence[int] | None, timeout_seconds: float) -> dist.ProcessGroup:
-    timeout = timedelta(seconds=timeout_seconds)
-    if ranks is None:
-        own = dist.new_group(backend="gloo", timeout=timeout)
-    else:
-        own = dist.new_group(list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True)
-    assert isinstance(own, dist.ProcessGroup)
-    return own

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Final
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.protocol import ProcessGroup, agree, announce, commit, prepare, put, retire, store
+from shade.checkpoint._commit.protocol import agree, announce, commit, prepare, put, retire, store
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError
+from shade.rank_group import RankGroup
 from shade.storage.directory import DirectoryVolume
 from tests.simulation.torture.disk import Disk, DiskView
 from tests.simulation.torture.ledger import RUN, Ledger, Saved
@@ -134,7 +135,7 @@ class Bench:
 
     # ── what processes do ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def save(self, one: Saved, group: ProcessGroup, actor: str) -> None:
+    def save(self, one: Saved, group: RankGroup, actor: str) -> None:
         """A rank's part in a save, as `shade.checkpoint._save.async_writer` does it.
 
         Args:
@@ -182,7 +183,7 @@ class Bench:
             raise CheckpointError(f"save {one.record.sequence} landed nowhere")
         self.save(one.alone, group, actor)
 
-    def _put_early(self, tier: Tier, group: ProcessGroup, one: Saved) -> str | None:
+    def _put_early(self, tier: Tier, group: RankGroup, one: Saved) -> str | None:
         """Uploads a shard while it is copied; returns its place, or None if the tier refused."""
         manifest, chunks = one.manifests[group.rank], one.chunks[group.rank]
         shard_bytes = announce(group, manifest, None)

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._restore.reader import Reader, ShardDecoder
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, ShadeError
+from shade.rank_group import SingleProcessGroup
 from tests.simulation.torture.bench import Bench, Setup, State
 from tests.simulation.torture.ledger import Ledger, saved
 from tests.simulation.torture.world import World

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
+from shade.checkpoint._commit.protocol import agree, store
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._restore.reader import Reader
@@ -28,6 +28,7 @@ from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError
+from shade.rank_group import SingleProcessGroup
 from shade.storage.base import open_volume
 from shade.store import open_store
 from shade.store.base import Store

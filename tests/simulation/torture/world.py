@@ -18,8 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 from typing_extensions import override
+
+from shade.types import Indices
 
 T = TypeVar("T")
 _PATIENCE_SECONDS: Final = 60.0
@@ -300,7 +303,7 @@ class _Round:
 
 
 class SteppedGroup:
-    """One rank's end: a `shade.checkpoint._commit.protocol.ProcessGroup`.
+    """One rank's end: a `shade.rank_group.RankGroup`.
 
     Args:
         world: Whose turns it keeps.
@@ -315,6 +318,10 @@ class SteppedGroup:
     @override
     def gather(self, message: Any) -> list[Any]:
         return self._world.meet(self._meeting, self.rank, message)
+
+    @override
+    def gather_fields(self, fields_N: Indices) -> Indices:
+        return np.array(self.gather(fields_N.tolist()), dtype=np.int64)
 
     @override
     def share(self, message: Any) -> Any:

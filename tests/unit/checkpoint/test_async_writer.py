@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
-from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._save.packing import Packer
 from shade.errors import CheckpointError, RunInUseError, StorageError, StoreFullError, TornSnapshotError
+from shade.rank_group import SingleProcessGroup
 from tests.simulation.torture.ledger import RUN, saved
 from tests.support.tiers import Near
 

@@ -11,13 +11,13 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import ReadSnapshot, read_newest
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._save.packing import Packer
 from shade.errors import CheckpointError, StorageError, StoreFullError
+from shade.rank_group import SingleProcessGroup
 from tests.support.tiers import Near
 
 

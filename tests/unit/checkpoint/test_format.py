@@ -16,13 +16,14 @@ import torch
 from shade.checkpoint._capture.flatten import _MAKERS, FACTORIES, VIEWED, flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._codecs.base import CODECS, standalone_codec
-from shade.checkpoint._commit.protocol import SingleProcessGroup, agree, store
+from shade.checkpoint._commit.protocol import agree, store
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import ITEM_BYTES, VERSION, ChunkEntry, Commit, Manifest
 from shade.checkpoint._save import packing
 from shade.checkpoint._save.packing import Packer
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Shard
+from shade.rank_group import SingleProcessGroup
 from shade.storage.base import open_volume
 from tests.support import format_reader
 from tests.support.format_reader import read_snapshot

@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup, agree, store
+from shade.checkpoint._commit.protocol import agree, store
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CheckpointError, StorageError
+from shade.rank_group import RankGroup, SingleProcessGroup
 from tests.simulation.torture.ledger import Saved, saved
 from tests.support.stepped_ranks import together
 from tests.support.tiers import Shelf
@@ -39,13 +40,13 @@ class Place(Shelf):
         super().commit(place, record)
 
 
-def agreed(group: ProcessGroup, one: Saved, error: str | None = None, **said: Any) -> tuple[Commit, list[int], Pace]:
+def agreed(group: RankGroup, one: Saved, error: str | None = None, **said: Any) -> tuple[Commit, list[int], Pace]:
     manifest = None if error else one.manifests[group.rank]
     more = {"sequence": one.record.sequence, "saved_at": one.record.saved_at, **said}
     return agree(group, manifest, error, **more)
 
 
-def save(tier: Place, one: Saved, group: ProcessGroup) -> str:
+def save(tier: Place, one: Saved, group: RankGroup) -> str:
     manifest = one.manifests[group.rank]
     record, shard_bytes, _ = agreed(group, one)
     assert record == one.record
@@ -82,7 +83,7 @@ def test_one_that_fails_fails_for_all_and_leaves_nothing(failing: str, error: Ex
 def test_one_without_a_snapshot_is_an_error_everywhere_with_its_rank() -> None:
     one = saved(10, 1, 3)
 
-    def act(group: ProcessGroup) -> Any:
+    def act(group: RankGroup) -> Any:
         if group.rank == 1:
             return agreed(group, one, "'model/x' changed")
         return agreed(group, one)
@@ -93,13 +94,13 @@ def test_one_without_a_snapshot_is_an_error_everywhere_with_its_rank() -> None:
 
 
 def test_ranks_that_save_different_steps_or_models_are_refused() -> None:
-    def steps(group: ProcessGroup) -> Any:
+    def steps(group: RankGroup) -> Any:
         one = saved(10 + group.rank, 1, 2)
         return agreed(group, one)
 
     assert all("every rank to save the same step" in str(each) for each in together(2, steps))
 
-    def models(group: ProcessGroup) -> Any:
+    def models(group: RankGroup) -> Any:
         one = saved(10, 1, 3)
         return agreed(group, one, replica="other" if group.rank == 2 else "same")
 
@@ -109,7 +110,7 @@ def test_ranks_that_save_different_steps_or_models_are_refused() -> None:
 def test_the_record_is_rank_0s_and_newer_than_what_any_rank_sees() -> None:
     one = saved(10, 7, 2)
 
-    def act(group: ProcessGroup) -> Any:
+    def act(group: RankGroup) -> Any:
         rank = group.rank
         return agreed(group, one, sequence=7 + rank, saved_at=7.0 + rank, metrics={"loss": float(rank)})
 
@@ -121,7 +122,7 @@ def test_the_record_is_rank_0s_and_newer_than_what_any_rank_sees() -> None:
 def test_a_dead_rank_is_an_error_and_no_commit() -> None:
     tier, one = Place(), saved(10, 1, 2)
 
-    def act(group: ProcessGroup) -> Any:
+    def act(group: RankGroup) -> Any:
         manifest = one.manifests[group.rank]
         record, shard_bytes, _ = agreed(group, one)
         if group.rank == 1:

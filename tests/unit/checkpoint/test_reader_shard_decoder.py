@@ -11,13 +11,13 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._codecs.exact import XorZstandard
-from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._interchange.certify import copy_snapshot
 from shade.checkpoint._restore.reader import Reader, ShardDecoder, Snapshot, check_decodable
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CorruptCheckpointError
+from shade.rank_group import SingleProcessGroup
 from tests.simulation.torture.delta import built_on
 from tests.simulation.torture.ledger import RUN, Saved
 from tests.support.tiers import Near

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from shade.checkpoint._commit.protocol import ProcessGroup, SingleProcessGroup
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest, read_newest_alone
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreUnavailableError
+from shade.rank_group import RankGroup, SingleProcessGroup
 from tests.simulation.torture.ledger import Saved, saved
 from tests.support.stepped_ranks import together
 from tests.support.tiers import Near
@@ -43,7 +43,7 @@ def own(*saves: Saved) -> Near:
 def found(tiers: list[list[Tier]], only: list[str] | None = None, step: int | None = None) -> list[Any]:
     """What each rank recovers from its own tiers: record and tensors, or the error."""
 
-    def act(group: ProcessGroup) -> Any:
+    def act(group: RankGroup) -> Any:
         got = read_newest(Reader(tiers[group.rank]), group, only, step)
         return got and (got.record, {name: bytes(tensor.numpy()) for name, tensor in got.tensors.items()}, got.tiers)
 
@@ -86,7 +86,7 @@ def test_a_rank_that_sees_nothing_is_told() -> None:
 def test_ranks_take_what_was_rank_r_mod_ws() -> None:
     shared = storage(saved(10, 1, 2))
 
-    def act(group: ProcessGroup) -> Any:
+    def act(group: RankGroup) -> Any:
         got = read_newest(Reader([shared]), group)
         assert got is not None
         return got.tree["dict"][1][0]["dict"][1][0]["tensor"]

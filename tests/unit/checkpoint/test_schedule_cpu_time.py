@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from shade import Checkpointer
-from shade.checkpoint._commit.protocol import ProcessGroup
 from shade.checkpoint._pacing import schedule
 from shade.checkpoint._pacing.schedule import cpu_seconds, processor_ns
 from shade.checkpoint._save import async_writer, save
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._save.save import WaitPolicy
+from shade.rank_group import RankGroup
 
 WORK_SECONDS = 0.05
 WRITE_CPU_SECONDS = 2.0
@@ -81,7 +81,7 @@ def test_work_that_the_training_waits_for_is_not_work_beside_it(
     may_write = threading.Event()
     write, until_committed = AsyncWriter._write, WaitPolicy._until_committed
 
-    def slow_write(self: AsyncWriter, request: SaveRequest, group: ProcessGroup) -> CommitResult:
+    def slow_write(self: AsyncWriter, request: SaveRequest, group: RankGroup) -> CommitResult:
         assert may_write.wait(60)
         clock[0] += WRITE_CPU_SECONDS
         return write(self, request, group)

@@ -14,7 +14,6 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import psutil
@@ -26,6 +25,7 @@ import xxhash
 from shade import ShadeSampler
 from shade.data._sampler import sampler, saved_draws
 from shade.process import enter_folder, leave_folder, remove_unused
+from shade.rank_group import SingleProcessGroup
 from shade.sampling import MODES, Scores
 from shade.sampling.base import Draw
 
@@ -155,10 +155,8 @@ def test_too_little_shared_memory_is_named_and_each_rank_draws(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(saved_draws, "_MEMORY", "/nowhere")
-    monkeypatch.setattr(dist, "new_group", lambda **_: mock.Mock(spec=dist.ProcessGroup))
-    monkeypatch.setattr(saved_draws, "agreed_name", lambda _: "name")
     with caplog.at_level(logging.WARNING, logger="shade.data"):
-        shared = saved_draws.SharedDraws(1 << 20)
+        shared = saved_draws.SharedDraws(1 << 20, SingleProcessGroup())
     assert "expected 16 MiB of shared memory" in caplog.text
     assert "--shm-size" in caplog.text
     made = object()
@@ -167,8 +165,6 @@ def test_too_little_shared_memory_is_named_and_each_rank_draws(
 
 def test_a_draw_that_another_rank_is_removing_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_draws, "_MEMORY", str(tmp_path))
-    monkeypatch.setattr(dist, "new_group", lambda **_: mock.Mock(spec=dist.ProcessGroup))
-    monkeypatch.setattr(saved_draws, "agreed_name", lambda _: "name")
     num_made = 0
 
     def make() -> Draw:
@@ -177,7 +173,7 @@ def test_a_draw_that_another_rank_is_removing_is_made_again(tmp_path: Path, monk
         scores = Scores(np.arange(1000, dtype=np.float32), np.ones(1000, dtype=bool))
         return MODES.get("unbiased")(1000, 10, 3).draw(2, scores)
 
-    shared = saved_draws.SharedDraws(1000)
+    shared = saved_draws.SharedDraws(1000, SingleProcessGroup())
     first, second = shared.of(2, (7,), make), shared.of(2, (7,), make)
     assert num_made == 1
     (weights,) = tmp_path.glob("*/2-*/weight.npy")
@@ -192,12 +188,10 @@ def test_a_draw_that_another_rank_is_removing_is_made_again(tmp_path: Path, monk
 
 def test_a_draw_that_is_there_takes_no_copy_of_the_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_draws, "_MEMORY", str(tmp_path))
-    monkeypatch.setattr(dist, "new_group", lambda **_: mock.Mock(spec=dist.ProcessGroup))
-    monkeypatch.setattr(saved_draws, "agreed_name", lambda _: "name")
     num_samples = 1 << 20
     mine = ShadeSampler(Numbers(num_samples), batch_size=BATCH, mode="unbiased", seed=3)
     mine._draws.table.update(np.arange(num_samples), np.ones(num_samples, dtype=np.float32))
-    mine._draws._shared = saved_draws.SharedDraws(num_samples)
+    mine._draws._shared = saved_draws.SharedDraws(num_samples, SingleProcessGroup())
     first = mine._draws._own(1)
     tracemalloc.start()
     second = mine._draws._own(1)

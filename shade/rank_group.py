@@ -1,0 +1,240 @@
+"""Lets the ranks of a job agree beside the training: the only maker of process groups in `shade`.
+
+A `RankGroup` has connections of its own, so its messages never meet the training's collectives, nor another group's.
+Each user has a group of its own where it talks on a thread of its own. Messages are JSON, numbers and plain tensors: no
+bytes from a network are unpickled.
+
+Every wait ends: with the answer, or after ``timeout_seconds`` with a `PeerLostError` that names what was waited for. A
+dead rank breaks the connection and is noticed at once. After the first failure every later call fails with the same
+message, because an answer that comes late must not be taken for the next one.
+
+Price: W² connections, and about three threads and seven descriptors in each process, until `RankGroup.close`. So who
+asks one question makes a group, asks, and closes it.
+
+Making a group is collective: all its ranks make their groups in the same order. All ranks call the same methods in the
+same order, one thread at a time. To close one is local, and breaks no rank that still reads the last answer.
+
+Legend: W world · N fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from shade.errors import ConfigError, PeerLostError
+from shade.types import Indices
+
+TIMEOUT_SECONDS = 1800.0
+"""Longest wait for a rank: it may write a snapshot to slow storage, or evaluate, while the others wait."""
+# PyTorch 2.14 renamed it and warns about the old name, the only one that 2.8 has.
+gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers one tensor of each rank into one of all; see `torch.distributed.all_gather_into_tensor`."""
+
+
+class RankGroup(Protocol):
+    """Ranks that agree with each other. All methods but `close` are collective.
+
+    Raises:
+        PeerLostError: By any of them: a rank is gone, or silent for longer than the group's timeout.
+    """
+
+    rank: int
+    """This rank's number in the group."""
+    world_size: int
+
+    def gather(self, message: Any) -> list[Any]:
+        """Returns every rank's JSON message, on every rank, by rank."""
+        ...
+
+    def gather_fields(self, fields_N: Indices) -> Indices:
+        """Gathers every rank's int64 (N,) on every rank; returns int64 (W, N), by rank."""
+        ...
+
+    def share(self, message: Any) -> Any:
+        """Returns rank 0's message, on every rank; the other ranks' messages are ignored."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Fills a contiguous CPU tensor, of the same shape on every rank, with that of rank ``source``."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the group holds. Safe to call twice, and after the trainer has destroyed all groups."""
+        ...
+
+
+class SingleProcessGroup(RankGroup):
+    """The group of one rank, which waits for nobody."""
+
+    rank = 0
+    world_size = 1
+
+    @override
+    def gather(self, message: Any) -> list[Any]:
+        return [message]
+
+    @override
+    def gather_fields(self, fields_N: Indices) -> Indices:
+        return fields_N[None].copy()
+
+    @override
+    def share(self, message: Any) -> Any:
+        return message
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        pass
+
+    @override
+    def close(self) -> None:
+        pass
+
+
+class GlooGroup(RankGroup):
+    """Ranks of torch.distributed, over gloo. Making one is collective over them.
+
+    Args:
+        purpose: What the ranks agree on, for messages: "expected … for ``purpose``".
+        ranks: The ranks, as torch.distributed numbers them; None: all.
+        timeout_seconds: Longest wait for a rank, > 0.
+    """
+
+    def __init__(
+        self, purpose: str, ranks: Sequence[int] | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._purpose, self._timeout = purpose, timedelta(seconds=timeout_seconds)
+        self._process = os.getpid()
+        self._group: dist.ProcessGroup | None = None
+        self._lost: str | None = None
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size() if ranks is None else len(ranks)
+        self._wait("every rank to connect", lambda: self._connect(ranks))
+
+    def _connect(self, ranks: Sequence[int] | None) -> dist.Work | None:
+        self._group = new_gloo_group(ranks, self.timeout_seconds)
+        self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        # A rank that frees the group at once would break one that is still connecting.
+        return dist.barrier(group=self._group, async_op=True)
+
+    @override
+    def gather(self, message: Any) -> list[Any]:
+        mine = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
+        longest = int(self.gather_fields(np.array([len(mine)], dtype=np.int64)).max())
+        padded = np.full(longest, ord(" "), dtype=np.uint8)  # JSON ignores trailing spaces
+        padded[: len(mine)] = mine
+        all_W = np.empty((self.world_size, longest), dtype=np.uint8)
+        self._gather("every rank's message", all_W, padded)
+        return [json.loads(each.tobytes()) for each in all_W]
+
+    @override
+    def gather_fields(self, fields_N: Indices) -> Indices:
+        all_WN = np.empty((self.world_size, len(fields_N)), dtype=np.int64)
+        self._gather("every rank's numbers", all_WN, fields_N)
+        return all_WN
+
+    def _gather(self, what: str, everything: np.ndarray, mine: np.ndarray) -> None:
+        result, own = torch.from_numpy(everything.reshape(-1)), torch.from_numpy(mine)
+        self._wait(what, lambda: gather_single(result, own, group=self._group, async_op=True))
+
+    @override
+    def share(self, message: Any) -> Any:
+        return self.gather(message if self.rank == 0 else None)[0]
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        what = f"what rank {source} sends"
+        self._wait(what, lambda: dist.broadcast(tensor, group_src=source, group=self._group, async_op=True))
+
+    def _wait(self, what: str, begin: Callable[[], Any]) -> None:
+        """Starts a collective and waits for its end; any failure of the backend becomes `PeerLostError`."""
+        if self._lost is None:
+            try:
+                begin().wait(self._timeout)
+                return
+            except (RuntimeError, ValueError) as error:
+                self._lost = reason_of(error)
+        # Not raised from the handler: the backend's traceback would keep the group alive, and the end of a rank's
+        # connections is what shows the others that it has given up.
+        raise PeerLostError(
+            f"expected {what} within {self.timeout_seconds:g} s for {self._purpose}, "
+            f"got on rank {self.rank} of {self.world_size}: {self._lost}; "
+            "see the lost rank's log, then restart from the last checkpoint"
+        )
+
+    @override
+    def close(self) -> None:
+        # A forked child has no threads of gloo, for which freeing the group would wait.
+        if self._process == os.getpid():
+            group, self._group = self._group, None
+            self._lost = self._lost or "the group is closed"
+            if group is not None:
+                free_group(group)
+
+
+def current_group(purpose: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> RankGroup:
+    """Returns a group of all ranks of torch.distributed where it connects more than one, else of this process alone.
+
+    Collective; see `GlooGroup` for the arguments.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return GlooGroup(purpose, timeout_seconds=timeout_seconds)
+    return SingleProcessGroup()
+
+
+def agreed_name(group: RankGroup) -> str:
+    """Returns a new random name, the same on every rank of a group. Collective."""
+    return str(group.share(secrets.token_hex(8)))
+
+
+def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tuple[int, int, bool]:
+    """Returns how many ranks there are, this one's number, and whether torch.distributed connects them, which says what
+    the caller does not. Raises ConfigError for a rank or a batch size out of range."""
+    distributed = dist.is_available() and dist.is_initialized()
+    num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
+    rank = (dist.get_rank() if distributed else 0) if rank is None else rank
+    if not 0 <= rank < num_replicas:
+        cure = "ranks count from 0 (-nr 0 … n-1)"
+        raise ConfigError.of(f"a rank below num_replicas={num_replicas}", rank, cure)
+    if batch_size < 1:
+        raise ConfigError.of("batch_size ≥ 1", batch_size, "pass the DataLoader's batch_size")
+    return num_replicas, rank, distributed
+
+
+# ── PyTorch's groups ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def new_gloo_group(ranks: Sequence[int] | None, timeout_seconds: float) -> dist.ProcessGroup:
+    """Makes a gloo group of these ranks, of which this is one; None: of all. Collective over them."""
+    timeout = timedelta(seconds=timeout_seconds)
+    if ranks is None:
+        made = dist.new_group(backend="gloo", timeout=timeout)
+    else:
+        made = dist.new_group(list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), "this rank takes part"
+    return made
+
+
+def free_group(group: dist.ProcessGroup) -> None:
+    """Makes torch.distributed forget a group, which ends with the caller's last reference to it."""
+    if dist.is_initialized():
+        with contextlib.suppress(ValueError):  # the trainer has destroyed all groups already, or it was never known
+            dist.destroy_process_group(group)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns what failed in a collective, in the backend's words without its advice."""
+    # PyTorch looks up the failing group, does not find one that it has not made, and raises that as a second error.
+    first = error.__context__ or error
+    text = str(first).partition(". This is typically")[0].rpartition("] ")[2] or str(first)
+    return f"{type(first).__name__}: {text}"

@@ -46,6 +46,7 @@ from typing import Any
 import bench_strategies
 import strategy_models
 from measures import commit, in_child, processors
+from shade.cli._checkpoint.predict import Prediction
 from strategy_methods import METHODS
 from strategy_report import Report
 from strategy_run import FIRST_STEPS, Training
@@ -53,7 +54,6 @@ from strategy_run import FIRST_STEPS, Training
 from shade import Checkpointer
 from shade.checkpoint._pacing.schedule import goodput
 from shade.checkpoint._strategies.auto import candidates
-from shade.cli._checkpoint.predict import Prediction
 
 FLOWN = "autopilot.jsonl"
 STEP_OF_GRID = 1.05

@@ -20,7 +20,7 @@ e^(-x/M), and so the share of time that ends up as training is
 
 which for L = 0 is Daly's ("A higher order estimate of the optimum checkpoint interval", FGCS 2006). Neither R nor L
 moves its maximum: x = c/M solves x + e^(-x) = 1 + C/M. For C ≪ M that is Young's √(2CM) (CACM 1974). No series is cut
-off; `shade checkpoint simulate` must agree with it on traces drawn from such a process.
+off. `benchmarks/planning/goodput.py` computes G, and a replay of traces drawn from such a process agrees with it.
 
 The cost of a save also shows in the length of its steps, but no two steps are alike, and a single save shows little
 that way. The CPU time of its threads is known exactly: Linux keeps a clock for each thread, numbered as
@@ -199,36 +199,6 @@ def best_cycle(cost_seconds: float, mtbf_seconds: float) -> float:
         if abs(change) <= 1e-12 * x:
             break
     return x * mtbf_seconds
-
-
-def goodput(
-    work_seconds: float,
-    cost_seconds: float,
-    mtbf_seconds: float,
-    *,
-    lag_seconds: float = 0.0,
-    recover_seconds: float = 0.0,
-) -> float:
-    """Returns the share of all time that is training which is not done again.
-
-    Args:
-        work_seconds: τ > 0, training between two saves, by the clock of a training without saves.
-        cost_seconds: C, what a save adds.
-        mtbf_seconds: M; infinity: there are no failures.
-        lag_seconds: L, from the end of the cost until the save is safe; negative where it is safe before.
-        recover_seconds: R, from a failure until training continues.
-
-    Returns:
-        G, between 0 and 1.
-    """
-    cycle = work_seconds + cost_seconds
-    if math.isinf(mtbf_seconds):
-        return work_seconds / cycle
-    life = mtbf_seconds
-    if cycle / life > 500:  # e to that overflows a float; the share is 0 anyway
-        return 0.0
-    late = max(-cycle, lag_seconds)
-    return work_seconds * math.exp(-(recover_seconds + late) / life) / (life * math.expm1(cycle / life))
 
 
 class PaceMeter:

@@ -3,7 +3,7 @@
 All predictions use one set of rates (`Costs`): bytes a second of one rank, the state's bytes, else seconds. *Drag* is
 what the training loses while another thread works in the background, in seconds a second: near 0 with cores and
 bandwidth to spare, near 1 where the thread takes a core from the training. It decides whether a background copy is
-cheap, and no data sheet has it. `Costs` is kept as JSON, so `shade checkpoint simulate` can replay the same run with
+cheap, and no data sheet has it. `Costs` is kept as JSON, so `simulate.py` can replay the same run with
 another strategy or interval.
 
 A rate is the median of three tries on a sample larger than the caches. The storage sample is written, synced and
@@ -101,7 +101,7 @@ class Costs:
         except ConfigError:
             raise
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            cure = "name one that shade checkpoint simulate wrote"
+            cure = "name one that --save-costs wrote"
             raise ConfigError.of("a file of measured costs", f"{path}: {error}", cure) from error
 
 

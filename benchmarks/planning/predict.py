@@ -23,9 +23,10 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from measure import Costs
+
 from shade.checkpoint._pacing.schedule import best_cycle
 from shade.checkpoint._strategies.base import DurabilityLevel, StrategyConfig
-from shade.cli._checkpoint.measure import Costs
 from shade.errors import ConfigError
 
 MOST_STEPS: Final = 10**9

@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from measure import CodecCost, Costs
+from predict import predict
 
 from shade.checkpoint._strategies.base import StrategyConfig
-from shade.cli._checkpoint.measure import CodecCost, Costs
-from shade.cli._checkpoint.predict import predict
 from shade.errors import ConfigError
 
 COSTS = Costs(

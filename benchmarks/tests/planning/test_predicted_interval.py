@@ -7,9 +7,8 @@ import math
 import random
 
 import pytest
-
-from shade.checkpoint._pacing.schedule import goodput
-from shade.cli._checkpoint.predict import Prediction, interval_steps
+from goodput import goodput
+from predict import Prediction, interval_steps
 
 SAVE = Prediction(0.5, 0.5, 1.0, None, 3.0, 0.5, None, 4.0, 1)
 

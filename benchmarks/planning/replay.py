@@ -32,8 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from shade.checkpoint._pacing.schedule import goodput
-from shade.cli._checkpoint.predict import Prediction
+from goodput import goodput
+from predict import Prediction
+
 from shade.errors import ConfigError, DataError
 from shade.installation import install_hint
 

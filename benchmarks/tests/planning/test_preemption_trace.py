@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
+from replay import Failure, PreemptionTrace
 
-from shade.cli._checkpoint.replay import Failure, PreemptionTrace
 from shade.errors import ConfigError, DataError
 
 TEXT = """\

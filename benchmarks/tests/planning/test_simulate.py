@@ -1,4 +1,4 @@
-"""``shade checkpoint simulate`` on a trace in a file, with costs from a file or measured here."""
+"""The simulation on a trace in a file, with costs from a file or measured here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from measure import Costs
+from replay import PreemptionTrace
+from simulate import main
 
-from shade.cli import main
-from shade.cli._checkpoint.measure import Costs
-from shade.cli._checkpoint.replay import PreemptionTrace
 from shade.store._servers.server import LocalServer
 
 Capture = pytest.CaptureFixture[str]
@@ -52,7 +52,7 @@ def share(cell: str) -> float:
 
 
 def test_strategies_are_compared_the_best_first(trace: Path, costs: Path, capsys: Capture) -> None:
-    words = ["checkpoint", "simulate", "--trace", str(trace), "--costs", str(costs)]
+    words = ["--trace", str(trace), "--costs", str(costs)]
     assert main([*words, "--strategy", "sync,overlap,copy"]) == 0
     heading, *rows = told(capsys)
     assert {row[0] for row in rows} == {"sync", "overlap", "copy"}
@@ -65,7 +65,7 @@ def test_strategies_are_compared_the_best_first(trace: Path, costs: Path, capsys
 
 
 def test_intervals_are_compared_and_the_best_is_near_youngs(trace: Path, costs: Path, capsys: Capture) -> None:
-    words = ["checkpoint", "simulate", "--trace", str(trace), "--costs", str(costs), "--strategy", "overlap"]
+    words = ["--trace", str(trace), "--costs", str(costs), "--strategy", "overlap"]
     assert main(words) == 0
     best = int(told(capsys)[1][1])
     assert main([*words, "--every", f"{best},{best * 10},{max(1, best // 10)}"]) == 0
@@ -76,7 +76,7 @@ def test_all_exact_strategies_by_default_and_a_picture(
     trace: Path, costs: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     picture = tmp_path / "spot.png"
-    words = ["checkpoint", "simulate", "--trace", str(trace), "--costs", str(costs), "--plot", str(picture)]
+    words = ["--trace", str(trace), "--costs", str(costs), "--plot", str(picture)]
     assert main(words) == 0
     names = {row[0] for row in told(capsys)[1:]}
     assert {"copy", "overlap", "asymmetric", "sync"} <= names
@@ -87,7 +87,7 @@ def test_all_exact_strategies_by_default_and_a_picture(
 @pytest.mark.multiprocess
 def test_costs_are_measured_where_snapshots_go(tmp_path: Path, capsys: Capture) -> None:
     made, kept = tmp_path / "made.csv", tmp_path / "costs.json"
-    words = ["checkpoint", "simulate", "--mtbf", "2h", "--length", "10d", "--make-trace", str(made)]
+    words = ["--mtbf", "2h", "--length", "10d", "--make-trace", str(made)]
     with LocalServer() as server:
         places = ["--persist", str(tmp_path / "ckpt"), "--store", server.url.reveal()]
         measured = ["--state", "100MB", "--step", "0.2s", "--save-costs", str(kept)]
@@ -115,13 +115,13 @@ def test_costs_are_measured_where_snapshots_go(tmp_path: Path, capsys: Capture) 
 )
 def test_what_cannot_be_simulated(words: list[str], message: str, costs: Path, capsys: Capture) -> None:
     given = [str(costs) if word == "COSTS" else word for word in words]
-    assert main(["checkpoint", "simulate", *given]) == 2
+    assert main(given) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--mtbf", "soon"], ["--budget", "2"], ["--step", "0s"]])
 def test_what_is_no_time_or_share(wrong: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["checkpoint", "simulate", *wrong])
+        main(wrong)
     assert ended.value.code == 2
     assert "such as" in capsys.readouterr().err

@@ -6,10 +6,11 @@ import math
 import random
 
 import pytest
+from goodput import goodput
+from predict import Prediction
+from replay import KINDS, Failure, Habit, Kind, Outcome, PreemptionTrace, replay, replay_all
 
-from shade.checkpoint._pacing.schedule import best_cycle, goodput
-from shade.cli._checkpoint.predict import Prediction
-from shade.cli._checkpoint.replay import KINDS, Failure, Habit, Kind, Outcome, PreemptionTrace, replay, replay_all
+from shade.checkpoint._pacing.schedule import best_cycle
 
 
 def saves(

@@ -1,33 +1,14 @@
-"""Implements ``shade checkpoint simulate``: replays a trace of failures against strategies and intervals.
+"""What failures would have cost a training, by strategy and interval: a replay of a trace of preemptions.
 
-The result is a table for the terminal and, on request, a plot of the goodput over the interval.
-"""
-
-from __future__ import annotations
-
-import argparse
-import dataclasses
-import math
-import re
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-from shade.cli._checkpoint.common import Verb
-from shade.cli.tables import size, table
-from shade.errors import ConfigError
-
-if TYPE_CHECKING:
-    from shade.cli._checkpoint.measure import Costs
-    from shade.cli._checkpoint.predict import Prediction
-    from shade.cli._checkpoint.replay import PreemptionTrace
-
-_EXAMPLES: Final = """\
-examples:
-  shade checkpoint simulate --trace spot.csv --costs costs.json
-  shade checkpoint simulate --trace spot.csv --state 1.5GB --step 0.5s --persist /mnt/ckpt --save-costs costs.json
-  shade checkpoint simulate --trace spot.csv --costs costs.json --strategy overlap,copy --every 10,100,1000
-  shade checkpoint simulate --mtbf 2h --length 30d --make-trace spot.csv --costs costs.json --plot spot.png
+Command
+    python benchmarks/planning/simulate.py --trace spot.csv --costs costs.json
+        compares all strategies that restore bit for bit, each at its best interval
+    python benchmarks/planning/simulate.py --trace spot.csv --costs costs.json --strategy overlap,copy --every 10,100
+        compares two strategies at two intervals
+    python benchmarks/planning/simulate.py --trace spot.csv --state 1.5GB --step 0.5s --persist /mnt/ckpt
+        measures the costs on this machine first; --save-costs keeps them
+    python benchmarks/planning/simulate.py --mtbf 2h --length 30d --make-trace spot.csv --costs costs.json
+        writes a synthetic trace and replays it
 
 The trace is a CSV file, a line an event:
 
@@ -47,6 +28,31 @@ restore bit for bit are left out unless they are named.
 
 exit code: 0; 2 the command could not be carried out
 """
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from measure import Costs, codec_cost, memory_rates, storage_rates, store_rates
+from predict import Prediction, interval_steps, predict
+from replay import Habit, PreemptionTrace, plot, replay, replay_all, rows
+
+from shade.checkpoint._strategies import STRATEGIES
+from shade.checkpoint._strategies.auto import candidates
+from shade.cli.tables import size, table
+from shade.errors import ConfigError, ShadeError
+from shade.storage import open_volume
+from shade.store import open_store
+from shade.store.url import parse_bytes
+
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PASS_FRACTION: Final = 0.9
 """Part of a step that is forward and backward, if no run has measured it: an optimizer's step is short."""
@@ -70,7 +76,14 @@ def _share(text: str) -> float:
     return float(match[1]) / 100
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    parser = argparse.ArgumentParser(
+        prog="simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     failures = parser.add_argument_group("failures")
     failures.add_argument("--trace", type=Path, metavar="FILE", help="preemptions, as CSV")
     failures.add_argument(
@@ -83,8 +96,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     failures.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the synthetic trace (0)")
     failures.add_argument("--make-trace", type=Path, metavar="FILE", help="write the synthetic trace")
     run = parser.add_argument_group("training and hardware")
-    run.add_argument("--costs", type=Path, metavar="FILE", help="costs that a run has measured")
-    run.add_argument("--state", metavar="BYTES", help="length of the state, as 1.5GB, to measure the costs now")
+    run.add_argument("--costs", type=Path, metavar="FILE", help="costs that --save-costs wrote")
+    run.add_argument("--state", metavar="BYTES", help="size of the state, as 1.5GB, to measure the costs now")
     run.add_argument("--step", type=_seconds, metavar="TIME", help="time of a training step")
     run.add_argument("--persist", metavar="URL", help="durable storage: a path, s3://bucket/path, …")
     run.add_argument("--store", metavar="URL", help="a cluster's memory, as redis+cluster://host:7000")
@@ -95,12 +108,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--every", metavar="STEPS", help="intervals, separated by commas (the best of each strategy)")
     asked.add_argument("--budget", type=_share, default=0.05, metavar="SHARE", help="time that saving may add (5%%)")
     asked.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the goodput over the interval")
+    return parser
 
 
-def _answer(given: argparse.Namespace) -> int:
-    from shade.cli._checkpoint.predict import interval_steps
-    from shade.cli._checkpoint.replay import Habit, plot, replay, replay_all, rows
-
+def compare(given: argparse.Namespace) -> None:
+    """Prints a table of strategies and intervals, the best first, and writes the files that were asked for."""
     trace = _trace(given)
     costs = _costs(given)
     predictions = _predictions(given.strategy, given.codec, costs)
@@ -123,12 +135,9 @@ def _answer(given: argparse.Namespace) -> int:
             every_steps = sorted({max(1, round(middle * 5 ** (2 * at / (_POINTS - 1) - 1))) for at in range(_POINTS)})
             curves[name] = [replay(trace, Habit(name, prediction, step, every)) for every in every_steps]
         plot(curves, given.plot)
-    return 0
 
 
 def _trace(given: argparse.Namespace) -> PreemptionTrace:
-    from shade.cli._checkpoint.replay import PreemptionTrace
-
     if (given.trace is None) == (given.mtbf is None):
         got = "both" if given.trace is not None else "neither"
         raise ConfigError.of("a --trace, or --mtbf for a synthetic one", got, "name one of them")
@@ -148,12 +157,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def _costs(given: argparse.Namespace) -> Costs:
-    from shade.cli._checkpoint.measure import Costs
-
     if given.costs is not None:
         return Costs.load(given.costs)
     if given.state is None or given.step is None:
-        cure = "name a file that a run wrote, or give the length of the state and the time of a step"
+        cure = "name a file that --save-costs wrote, or give the size of the state and the time of a step"
         raise ConfigError.of("--costs, or --state and --step", None, cure)
     costs = _measured(given)
     if given.save_costs is not None:
@@ -162,11 +169,6 @@ def _costs(given: argparse.Namespace) -> Costs:
 
 
 def _measured(given: argparse.Namespace) -> Costs:
-    from shade.cli._checkpoint.measure import Costs, memory_rates, storage_rates, store_rates
-    from shade.storage import open_volume
-    from shade.store import open_store
-    from shade.store.url import parse_bytes
-
     memory = memory_rates()
     send = fetch = write = None
     commit = 0.0
@@ -192,11 +194,6 @@ def _measured(given: argparse.Namespace) -> Costs:
 
 def _predictions(names: str | None, codec: str | None, costs: Costs) -> dict[str, Prediction]:
     """Predicts the named strategies, or all that restore bit for bit and whose codec has been measured."""
-    from shade.checkpoint._strategies import STRATEGIES
-    from shade.checkpoint._strategies.auto import candidates
-    from shade.cli._checkpoint.measure import codec_cost
-    from shade.cli._checkpoint.predict import predict
-
     if names is not None:
         found = {name.strip(): STRATEGIES.get(name.strip()).config for name in names.split(",")}
     else:
@@ -210,8 +207,6 @@ def _predictions(names: str | None, codec: str | None, costs: Costs) -> dict[str
 
 def _weights() -> memoryview:
     """Returns numbers distributed like the weights of a network, and as hard to compress."""
-    import numpy as np
-
     return np.random.default_rng(0).normal(0, 0.02, _WEIGHTS).astype(np.float32).view(np.uint8).data
 
 
@@ -239,11 +234,15 @@ def _about(trace: PreemptionTrace, costs: Costs) -> str:
     )
 
 
-SIMULATE: Final = Verb(
-    "simulate",
-    "compare strategies and intervals on a trace of failures",
-    "Replays a trace of preemptions against strategies and intervals.",
-    _EXAMPLES,
-    _arguments,
-    _answer,
-)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    try:
+        compare(build_parser().parse_args(argv))
+    except ShadeError as error:
+        sys.stderr.write(f"simulate: {' '.join(str(error).split())}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

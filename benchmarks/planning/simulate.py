@@ -45,8 +45,7 @@ from measure import Costs, codec_cost, memory_rates, storage_rates, store_rates
 from predict import Prediction, interval_steps, predict
 from replay import Habit, PreemptionTrace, plot, replay, replay_all, rows
 
-from shade.checkpoint._strategies import STRATEGIES
-from shade.checkpoint._strategies.auto import candidates
+from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.cli.tables import size, table
 from shade.errors import ConfigError, ShadeError
 from shade.storage import open_volume
@@ -58,6 +57,8 @@ _PASS_FRACTION: Final = 0.9
 """Part of a step that is forward and backward, if no run has measured it: an optimizer's step is short."""
 _WEIGHTS: Final = 2**22
 """Numbers that a codec is measured on."""
+_ABLATIONS: Final = "asymmetric-"
+"""Beginning of the names of strategies that leave out a part of another one, to measure that part."""
 _POINTS: Final = 24
 """Intervals per line of the plot, from a fifth of the best one to five times it."""
 
@@ -197,12 +198,22 @@ def _predictions(names: str | None, codec: str | None, costs: Costs) -> dict[str
     if names is not None:
         found = {name.strip(): STRATEGIES.get(name.strip()).config for name in names.split(",")}
     else:
-        found = candidates()
+        found = _exact_strategies()
     chosen = {name: config.agreed(codec=codec) for name, config in found.items()}
     if codec is not None and codec not in ("none", *costs.codecs):
         costs = dataclasses.replace(costs, codecs={**costs.codecs, codec: codec_cost(codec, _weights())})
     known = {"none", *costs.codecs} if names is None else {config.codec for config in chosen.values()}
     return {name: predict(costs, config) for name, config in chosen.items() if config.codec in known}
+
+
+def _exact_strategies() -> dict[str, StrategyConfig]:
+    """Returns the configs, by name, of the strategies that restore bit for bit; a class with two names comes once."""
+    found: dict[type[object], tuple[str, StrategyConfig]] = {}
+    for name in STRATEGIES:
+        strategy = STRATEGIES.get(name)
+        if strategy.config.is_exact and not name.startswith(_ABLATIONS):
+            found.setdefault(strategy, (name, strategy.config))
+    return dict(found.values())
 
 
 def _weights() -> memoryview:

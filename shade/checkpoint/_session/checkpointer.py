@@ -107,7 +107,6 @@ class Checkpointer:
         self._config = config = self._strategy.config.agreed(
             every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
         )
-        self._strategy.open(config)
         self._schedule, self._meter = Schedule(config.every, config.in_flight), PaceMeter()
         self._group: ProcessGroup = current_group()
         self._app_state = self._new_app_state(replicated)

@@ -3,7 +3,7 @@
 ``metrics.jsonl`` and TensorBoard get a row per epoch and rank, ``train.log`` a line, ``rank<r>.prom`` (and a URL) the
 totals as a Prometheus page, ``progress.json`` the present moment for the launcher's bar and `shade top`, ``trace.npz``
 the order of every epoch for `shade simulate`, ``losses`` the loss of each sample for `shade quality`,
-``trail.jsonl`` the loss of every step for `shade checkpoint certify`.
+``trail.jsonl`` the loss of every step for `scripts/certify`.
 
 Rank 0 writes the rows of all ranks: the machines need no file system in common. The trace costs eight bytes a sample an
 epoch on its disk (1 GB for 90 epochs of ImageNet). Invariant: every access is counted in exactly one row.
@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 
 from shade.cache.ledger import CAUSES, FIELDS, Ledger
-from shade.checkpoint._interchange.certify import TRAIL_FILE, Trail
 from shade.config import ACCESS_LOG, RunConfig
 from shade.control.server import TelemetryServer
 from shade.data._dataset.dataset import ShadeDataset
@@ -45,6 +44,7 @@ from shade.gradient._engine.meter import COUNTS
 from shade.policy.trace import Trace, TraceRecorder
 from shade.process import replacing
 from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, join_pages, jsonable, prometheus_text
+from shade.train.trail import TRAIL_FILE, Trail
 from shade.trajectory import LOSSES, LossRecorder, Samples
 
 MEANING: Final[dict[str, str]] = {

@@ -20,7 +20,6 @@ VERBS: Final[tuple[Verb, ...]] = (
     repair.VERIFY,
     repair.REPAIR,
     repair.SCRUB,
-    repair.CERTIFY,
     transfer.RESTORE,
     transfer.EXPORT,
     transfer.IMPORT,

@@ -1,13 +1,9 @@
-"""The passes over a bucket in numpy, a tile at a time, for machines without a working numba; they define the results.
+"""The compiled loops in numpy, which define their results to the last bit: what tests compare the loops with.
 
-A tile and its scratch arrays stay in the second-level cache, so memory is read and written once here too. What remains
-is some overhead a tile and a few passes within the cache.
+Docstrings of the loops say what each does. A pass over a bucket takes a tile at a time here, too, so that a test may
+give it less room. In the sparse optimizers' loops a line that lags is brought up to date as a whole.
 
-The sparse optimizers' loops follow, the same to the last bit as `_kernels.step_loops`. All work on whole lines of 16
-elements. ``last_L`` holds the step up to which each line has moved. A line that lags is brought up to date as a whole.
-Tables have a column for each lag; ``rows_F9`` has a step's coefficients at ``step % F``.
-
-Legend: D bucket · L lines of 16 · n given lines · F longest lag + 1.
+Legend: D bucket · L lines of 16 · n given lines · F longest lag + 1 · K kept · W world.
 """
 
 from __future__ import annotations
@@ -15,44 +11,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from shade.gradient._comm.message import MIDDLE, WIDE
+from shade.gradient._kernels.lines import LINE, OVERFLOW, TILE, Places, as_lines
 from shade.types import Bools, Floats, Indices
-
-LINE = 16
-"""Elements of a cache line."""
-TILE = 2**14
-"""Elements between two checks of the room that is left: outputs need room for a tile more than is picked."""
-OVERFLOW = -1
-"""Returned instead of a count when the room did not suffice."""
-
-ALIGNMENT_BYTES = 64
-"""Where the memory for a rest begins: streaming stores write whole lines of the cache."""
-Places = npt.NDArray[np.uint32]
-
-
-def aligned_zeros(size: int) -> Floats:
-    """Returns zeros, float32 (size,), that begin at a multiple of `ALIGNMENT_BYTES`."""
-    room = np.zeros(size + ALIGNMENT_BYTES // 4, dtype=np.float32)
-    start = -room.ctypes.data % ALIGNMENT_BYTES // 4
-    return room[start : start + size]
 
 
 def pick_elements(
     gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, indices: Places, values: Floats
 ) -> int:
-    """Adds two arrays, moves the large elements of the sum to a list, and writes the rest.
-
-    Args:
-        gradient_D: Unchanged.
-        residual_D: Unchanged.
-        rest_D: From `aligned_zeros`; becomes the sum, 0 where picked.
-        threshold: An element is picked unless its magnitude is below; so NaN is picked.
-        indices: Becomes the picked places, ascending.
-        values: As long; becomes their sums.
-
-    Returns:
-        The number of picked elements. Or `OVERFLOW` if ``indices`` had less room than the next tile is long; then
-        ``rest_D`` is undefined.
-    """
+    """Adds two arrays, moves the large elements of the sum to a list, and writes the rest."""
     magnitude, is_below = np.empty(TILE, dtype=np.float32), np.empty(TILE, dtype=np.bool_)
     count, limit = 0, np.float32(threshold)
     for start in range(0, gradient_D.size, TILE):
@@ -80,20 +47,7 @@ def pick_lines(
     lines: Places,
     values: Floats,
 ) -> int:
-    """Adds two arrays, moves lines of 16 with much energy to a list, and writes the rest. A last line may be shorter.
-
-    Args:
-        gradient_D: Unchanged.
-        residual_D: Unchanged.
-        rest_D: From `aligned_zeros`; becomes the sum, 0 where picked.
-        scale: A power of two, see `line_energy`.
-        threshold: A line is picked unless its energy is below; so a line with a NaN is picked.
-        lines: Becomes the numbers of the picked lines, ascending.
-        values: 16 times as long; becomes their sums, 0 beyond the end.
-
-    Returns:
-        The number of picked lines, or `OVERFLOW` as in `pick_elements`.
-    """
+    """Adds two arrays, moves lines of 16 with much energy to a list, and writes the rest."""
     count, limit = 0, np.float32(threshold)
     for start in range(0, gradient_D.size, TILE):
         if count + -(-min(TILE, gradient_D.size - start) // LINE) > len(lines):
@@ -112,15 +66,7 @@ def pick_lines(
 
 
 def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, sample_L: Floats) -> None:
-    """Adds two arrays on a sample of lines.
-
-    Args:
-        gradient_D: Unchanged.
-        residual_D: Unchanged.
-        start: The first line.
-        stride: Lines from one to the next.
-        sample_L: float32 (L, 16); becomes the sums; all sampled lines are whole.
-    """
+    """Adds two arrays on a sample of lines."""
     whole = gradient_D.size // LINE * LINE
     gradient_L, residual_L = gradient_D[:whole].reshape(-1, LINE), residual_D[:whole].reshape(-1, LINE)
     np.add(gradient_L[start::stride], residual_L[start::stride], out=sample_L)
@@ -133,29 +79,12 @@ def name_elements(lines: Places, indices_L: Places) -> None:
 
 
 def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Floats) -> None:
-    """Writes the rounding errors of the picked elements to the residual.
-
-    Args:
-        rest_D: Overwritten at the places.
-        indices_K: The places, < D.
-        values_K: What was picked.
-        seen_K: What the receiver will decode.
-    """
+    """Writes the rounding errors of the picked elements to the residual."""
     rest_D[indices_K] = values_K - seen_K
 
 
 def put_back(rest_D: Floats, places: Places, values: Floats, is_kept: Bools) -> int:
-    """Puts some of the picked units back into the bucket; the others move to the front.
-
-    Args:
-        rest_D: Receives what lies within it.
-        places: Numbers of the picked units; overwritten.
-        values: float32 (U, unit), the values of those units; overwritten.
-        is_kept: bool (U,).
-
-    Returns:
-        The number of units that are left, at the front of both arrays.
-    """
+    """Puts some of the picked units back into the bucket; the others move to the front."""
     unit, left = values.shape[1], int(np.count_nonzero(is_kept))
     back = (places[~is_kept][:, None].astype(np.int64) * unit + np.arange(unit)).reshape(-1)
     is_within = back < rest_D.size
@@ -165,14 +94,7 @@ def put_back(rest_D: Floats, places: Places, values: Floats, is_kept: Bools) -> 
 
 
 def gain_momentum(velocity_D: Floats, gradient_D: Floats, momentum: float, gained_D: Floats) -> None:
-    """Computes a step of momentum, ``momentum · velocity + gradient``; rounds twice.
-
-    Args:
-        velocity_D: Unchanged.
-        gradient_D: Unchanged.
-        momentum: The factor.
-        gained_D: From `aligned_zeros`, not one of the other two; overwritten.
-    """
+    """Computes a step of momentum, ``momentum · velocity + gradient``; rounds twice."""
     np.multiply(velocity_D, np.float32(momentum), out=gained_D)
     np.add(gained_D, gradient_D, out=gained_D)
 
@@ -186,17 +108,7 @@ def gain_adam(
     new_second_D: Floats,
     direction_D: Floats,
 ) -> None:
-    """Computes a step of Adam's moments and its direction; rounds after every operation.
-
-    Args:
-        first_D: Unchanged.
-        second_D: Unchanged.
-        gradient_D: Unchanged.
-        coefficients: See `_compress.correction.AdamCorrection.coefficients`.
-        new_first_D: Overwritten.
-        new_second_D: Overwritten.
-        direction_D: Overwritten.
-    """
+    """Computes a step of Adam's moments and its direction; rounds after every operation."""
     beta1, rest1, beta2, rest2, unbias1, unbias2, eps = coefficients
     scratch = np.empty(TILE, dtype=np.float32)
     for start in range(0, gradient_D.size, TILE):
@@ -216,15 +128,7 @@ def gain_adam(
 def gain_second(
     second_D: Floats, gradient_D: Floats, coefficients: Floats, new_second_D: Floats, direction_D: Floats
 ) -> None:
-    """Computes the bits of `gain_adam` for β₁ = 0, where no first moment is kept.
-
-    Args:
-        second_D: Unchanged.
-        gradient_D: Unchanged.
-        coefficients: As for `gain_adam`; those of the first moment are ignored.
-        new_second_D: Overwritten.
-        direction_D: Overwritten.
-    """
+    """Computes the bits of `gain_adam` for β₁ = 0, where no first moment is kept."""
     _, _, beta2, rest2, _, unbias2, eps = coefficients
     for start in range(0, gradient_D.size, TILE):
         tile = slice(start, start + TILE)
@@ -238,36 +142,12 @@ def gain_second(
 
 
 def clear(array_D: Floats, indices_K: Places) -> None:
-    """Writes 0 to some places.
-
-    Args:
-        array_D: Overwritten there.
-        indices_K: The places, < D.
-    """
+    """Writes 0 to some places."""
     array_D[indices_K] = 0
 
 
-def as_lines(array_D: Floats) -> Floats:
-    """Returns the array as lines of 16, the last one padded with zeros; a view if nothing needs padding."""
-    whole = array_D.size // LINE * LINE
-    if whole == array_D.size:
-        return array_D.reshape(-1, LINE)
-    filled = np.zeros(whole + LINE, dtype=np.float32)
-    filled[: array_D.size] = array_D
-    return filled.reshape(-1, LINE)
-
-
 def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
-    """Returns the sum of squares of each line after scaling. Adds halves, in the order of `lanes.add_line`.
-
-    Args:
-        lines_L: float32 (L, 16).
-        scale: A power of two that brings the largest elements near 1. Squares of 1e-23 vanish and of 1e20 overflow, so
-            without it a choice would depend on the loss's scale.
-
-    Returns:
-        float32 (L,).
-    """
+    """Returns the sum of squares of each line after scaling. Adds halves, in the order of `lanes.add_line`."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         squares = lines_L * scale
         np.multiply(squares, squares, out=squares)
@@ -391,3 +271,49 @@ def _step(x: Floats, m: Floats, v: Floats, lines: Indices | Places, g_n: Floats,
     v_n = b2 * v_L[lines] + a2 * (g_n * g_n)
     x_L[lines] = (x_n + decay * x_n) - lr * m_n / (np.sqrt(v_n) * scale + eps)
     m_L[lines], v_L[lines] = m_n, v_n
+
+
+def split(
+    indices_K: Places, codes_K: npt.NDArray[np.uint8], middle_K: npt.NDArray[np.uint16], wide_K: Places
+) -> tuple[int, int]:
+    """Writes the gaps to three streams; returns the lengths of the second and third."""
+    gaps_K = np.empty(len(indices_K), dtype=np.uint32)
+    gaps_K[:1] = indices_K[:1]
+    np.subtract(indices_K[1:], indices_K[:-1], out=gaps_K[1:])
+    gaps_K[1:] -= 1
+    np.minimum(gaps_K, MIDDLE, out=codes_K, casting="unsafe")
+    escaped = gaps_K[gaps_K >= MIDDLE]
+    codes_K[gaps_K >= 2**16] = WIDE
+    middle, wide = escaped[escaped < 2**16], escaped[escaped >= 2**16]
+    middle_K[: len(middle)] = middle
+    wide_K[: len(wide)] = wide
+    return len(middle), len(wide)
+
+
+def join(codes_K: npt.NDArray[np.uint8], middle: npt.NDArray[np.uint16], wide: Places, indices_K: Places) -> int:
+    """Adds the gaps up; returns the last index + 1."""
+    gaps_K = codes_K.astype(np.uint64)
+    gaps_K[codes_K == MIDDLE] = middle
+    gaps_K[codes_K == WIDE] = wide
+    after_K = np.cumsum(gaps_K + np.uint64(1))
+    indices_K[:] = (after_K - np.uint64(1)).astype(np.uint32)
+    return int(after_K[-1]) if len(after_K) else 0
+
+
+def merge_parts(
+    indices: npt.NDArray[np.uint32],
+    values: Floats,
+    ends_W: Indices,
+    shares_W: Floats,
+    size: int,
+    merged: npt.NDArray[np.uint32],
+    sums: Floats,
+) -> int:
+    """Adds all parts' values, times their shares, in the order of the parts."""
+    del size
+    places, inverse = np.unique(indices, return_inverse=True)
+    counts_W = np.diff(ends_W, prepend=0)
+    merged[: len(places)] = places
+    sums[: len(places)] = 0
+    np.add.at(sums, inverse, values * np.repeat(shares_W, counts_W))
+    return len(places)

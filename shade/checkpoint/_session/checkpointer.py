@@ -346,9 +346,6 @@ class Checkpointer:
         """Estimates what would be lost, and how soon recovered, if this process, machine or cluster ended now."""
         return self._losses.read()
 
-    gauge = recovery_estimate
-    """The earlier name of `recovery_estimate`."""
-
     def watch(self, *sources: str, grace_seconds: float = GRACE_SECONDS, exit_code: int | None = EXIT_CODE) -> None:
         """Watches for preemption notices: `step` then saves what can be saved in time, and exits. Collective.
 

@@ -1,0 +1,40 @@
+"""A numba that does not work is refused by name; without a folder for its builds it works all the same."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import numba
+import pytest
+
+from shade._lazy import compiled, load_numba
+from shade.errors import ConfigError
+
+
+def one() -> int:
+    return 1
+
+
+def test_a_missing_numba_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    for use in (load_numba, lambda: compiled(one)):
+        with pytest.raises(ConfigError, match=r"expected a numba that works .*; pip install --upgrade 'numba>=0\.60'"):
+            use()
+    monkeypatch.undo()
+    assert load_numba() is numba
+
+
+def test_without_a_folder_for_the_build_the_loop_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def njit(**settings: Any) -> Any:
+        asked.append(settings.get("cache"))
+        if settings.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return numba.njit(**settings)
+
+    monkeypatch.setitem(sys.modules, "numba", types.SimpleNamespace(njit=njit))
+    assert compiled(one)() == 1
+    assert asked == [True, None]

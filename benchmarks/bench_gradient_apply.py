@@ -49,15 +49,15 @@ import numpy as np
 import torch
 from measures import commit
 
+from shade._lazy import compiled
 from shade.gradient._comm.message import MessageHeader, pack, unpack
 from shade.gradient._comm.sparse_all_reduce import merge
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._kernels import step_loops as loops
-from shade.gradient._kernels.arrays import aligned_zeros
-from shade.gradient._kernels.choice import compiled
 from shade.gradient._kernels.lanes import fetch
+from shade.gradient._kernels.lines import aligned_zeros
 from shade.gradient._optim.base import SparseOptimizer
 from shade.gradient.optim import SparseAdamW, SparseSGD
 

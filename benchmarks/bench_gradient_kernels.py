@@ -24,8 +24,7 @@ Figures
 
 Explanation Adding in place moves three streams: two in, one out. So does a pass: the rest goes to a second buffer, but
 past the caches, so nothing is fetched before it is overwritten. What is left is the sample and what is done with the K
-picked. Exact top-k costs a partition of K elements more, not of D. numpy is bound by its passes within the
-cache.
+picked. Exact top-k costs a partition of K elements more, not of D.
 
     A threshold catches what top-k would at its count, because what is over a threshold is the top-k; the sample only
     decides the count. Lines catch all that lines can, and less than elements: how much less depends on how alike
@@ -49,8 +48,7 @@ from measures import commit
 from shade.gradient._compress.compressor import COMPRESSORS, Key
 from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
-from shade.gradient._kernels import choice
-from shade.gradient._kernels.arrays import aligned_zeros
+from shade.gradient._kernels.lines import aligned_zeros
 
 SIZE, DENSITY, QUALITY_SIZE, QUALITY_STEPS, SEED = 25_000_000, 0.01, 1_000_000, 60, 0
 FLOOR, TORCH = "e += g", "error feedback + torch.topk"
@@ -80,25 +78,23 @@ class Bucket:
         sum_D[places_K].clone()
         sum_D[places_K] = 0
 
-    def chooser(self, name: str, kernels: choice.Kernels) -> Callable[[], None]:
-        """One compressor on one set of kernels."""
+    def chooser(self, name: str) -> Callable[[], None]:
+        """One compressor."""
         compressor = COMPRESSORS.get(name)()
 
         def choose() -> None:
-            choice._chosen = kernels
             self.step += 1
             key = Key(SEED, self.step, 0)
             compressor.select(self.gradient_D, self.residual_D, self.rest_D, DENSITY, key)
 
         return choose
 
-    def feedback(self, name: str, quantiser: str, kernels: choice.Kernels) -> Callable[[], None]:
+    def feedback(self, name: str, quantiser: str) -> Callable[[], None]:
         """A whole step of error feedback, which is undone before the next, so that all are alike."""
         memory = ErrorFeedback(len(self.gradient_D), COMPRESSORS.get(name)(), QUANTISERS.get(quantiser)())
         memory.residual_D[:] = self.residual_D
 
         def compress() -> None:
-            choice._chosen = kernels
             self.step += 1
             if self.step > 1 and memory._is_undoable:
                 memory.undo()
@@ -109,15 +105,12 @@ class Bucket:
 
 def measure(size: int, num_rounds: int) -> dict[str, list[float]]:
     """Seconds of each way in each round."""
-    bucket, best = Bucket(size), choice.prepare()
+    bucket = Bucket(size)
     ways: dict[str, Callable[[], None]] = {FLOOR: bucket.add, TORCH: bucket.torch_topk}
-    for kernels in choice.candidates():
-        for name in ("threshold-v", "threshold-v16"):
-            ways[f"{name}, choose, {kernels.name}"] = bucket.chooser(name, kernels)
-    for name in ("topk", "random-k"):
-        ways[f"{name}, choose, {best.name}"] = bucket.chooser(name, best)
+    for name in ("threshold-v", "threshold-v16", "topk", "random-k"):
+        ways[f"{name}, choose"] = bucket.chooser(name)
     for name, quantiser in (("threshold-v", "bf16"), ("threshold-v", "int8"), ("threshold-v16", "bf16")):
-        ways[f"{name}, compress to {quantiser}, {best.name}"] = bucket.feedback(name, quantiser, best)
+        ways[f"{name}, compress to {quantiser}"] = bucket.feedback(name, quantiser)
     took: dict[str, list[float]] = {name: [] for name in ways}
     rng = np.random.default_rng(SEED)
     for round_number in range(num_rounds + 1):
@@ -228,7 +221,6 @@ def main() -> None:
         "commit": commit(),
         "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, "
         f"torch {torch.__version__}",
-        "kernels": choice.prepare().name,
         "seconds": round(time.perf_counter() - started),
     }
     page = [

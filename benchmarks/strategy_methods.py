@@ -240,12 +240,10 @@ OUTSIDE: dict[str, type[Any]] = {
     "torchsnapshot-package": TorchSnapshotPackage,
 }
 """What is not ours, by the name in the table."""
-OURS = [name for name in sorted(STRATEGIES) if name not in ("auto", "dash")]
-"""All strategies, each once: `auto` is none of its own and has a benchmark of its own, bench_autopilot.py; `dash` is
-`acute` by another name."""
+OURS = [name for name in sorted(STRATEGIES) if name != "dash"]
+"""All strategies, each once: `dash` is `acute` by another name."""
 CANDIDATES = ["acute", "asymmetric", "copy", "datastates", "deepfreeze", "overlap"]
-"""What the default is chosen among (decision 0048): what `auto` tries where nothing is configured, and `acute`, which
-always copies beside the training."""
+"""What the default is chosen among (decision 0048): exact, one buffer, no replicas, waits for the copy alone."""
 METHODS: dict[str, type[Any]] = {
     "none": Nothing,
     **{

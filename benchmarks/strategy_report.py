@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from measures import percentile
+from planning.goodput import goodput
 from strategy_methods import CANDIDATES, leaves_modules_alone, process_of
 
-from shade.checkpoint._pacing.schedule import best_cycle, goodput
+from shade.checkpoint._pacing.schedule import best_cycle
 
 OURS = "asymmetric"
 """The strategy that is asked about."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
+from shade.errors import ConfigError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -28,6 +30,17 @@ def lazy(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[st
     return load, lambda: sorted(home_of)
 
 
+def load_numba() -> Any:
+    """Imports numba; raises `ConfigError` if it is missing, or does not work with this Python and numpy."""
+    try:
+        import numba
+    except Exception as error:  # it says so by several classes
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        cure = "pip install --upgrade 'numba>=0.60'"
+        raise ConfigError.of("a numba that works with this Python and numpy", reason, cure) from error
+    return numba
+
+
 def compiled(function: F) -> F:
     """Compiles a function with numba; it runs without the interpreter lock.
 
@@ -36,8 +49,7 @@ def compiled(function: F) -> F:
     ``fastmath`` stays off: sums keep their order and no product is fused into a sum, so every processor gives the same
     bits. A division by 0 gives infinity, as in numpy; a check for it would prevent vector code.
     """
-    import numba
-
+    numba = load_numba()
     try:
         return cast(F, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
     except RuntimeError:  # there is no folder to keep the build in

@@ -37,7 +37,9 @@ from shade.store.link import Endpoint
 from shade.store.url import StoreURL, format_address
 
 MIB, GIB = 2**20, 2**30
-_OLDEST: Final = {"torch": "2.8", "torchvision": "0", "redis": "5", "hiredis": "2.3", "numpy": "1.26", "pillow": "10"}
+_OLDEST: Final = {
+    "torch": "2.8", "torchvision": "0", "redis": "5", "hiredis": "2.3", "numpy": "1.26", "numba": "0.60", "pillow": "10"
+}  # fmt: skip
 _OLDEST_PYTHON: Final = (3, 10)
 _MASTER_PORT: Final = 8888
 _WANTED: Final = {

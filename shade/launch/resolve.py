@@ -164,7 +164,7 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     every = "50 (steps), 30s, 5m, 2%% or never (30s, if the strategy has no other)"
     add(*_ours("checkpoint_every"), metavar="SPEC", help=every)
     add(*_ours("checkpoint_keep"), metavar="SPEC", help="last=2,every=1000,best=val_loss … (last=2)")
-    strategy = "how snapshots are copied: overlap (default), auto, …; an unknown name lists all"
+    strategy = "how snapshots are copied: overlap (default), copy, …; an unknown name lists all"
     add(*_ours("checkpoint_strategy"), metavar="NAME", help=strategy)
     notice = "file or http:// address that announces this machine's end, beside SIGTERM"
     add("--notice", metavar="SOURCE", help=notice)

@@ -2,7 +2,7 @@
 
 ``metrics.jsonl`` and TensorBoard get a row per epoch and rank, ``train.log`` a line, ``progress.json`` the present
 moment for the launcher's bar and `shade top`, ``trace.npz`` the order of every epoch for `shade simulate`, ``losses``
-the loss of each sample for `shade quality`, ``trail.jsonl`` the loss of every step for `shade checkpoint certify`. The
+the loss of each sample for `shade quality`, ``trail.jsonl`` the loss of every step for `scripts/certify`. The
 totals go to a Prometheus page (`shade.train.exposition`).
 
 Rank 0 writes the rows of all ranks: the machines need no file system in common. The trace costs eight bytes a sample an
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from shade.cache.ledger import Ledger
-from shade.checkpoint._interchange.certify import TRAIL_FILE, Trail
 from shade.config import ACCESS_LOG, RunConfig
 from shade.data._dataset.dataset import ShadeDataset
 from shade.data._sampler.sampler import ShadeSampler
@@ -33,6 +32,7 @@ from shade.process import replacing
 from shade.rank_group import RankGroup
 from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable
 from shade.train.exposition import Exposition
+from shade.train.trail import TRAIL_FILE, Trail
 from shade.trajectory import LOSSES, LossRecorder, Samples
 
 logger = logging.getLogger("shade.train")

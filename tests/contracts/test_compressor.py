@@ -13,7 +13,7 @@ from shade.gradient._compress.compressor import COMPRESSORS, Key, Sparse, wanted
 from shade.gradient._compress.correction import AdamCorrection, Correction, MomentumCorrection
 from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
-from shade.gradient._kernels.arrays import aligned_zeros
+from shade.gradient._kernels.lines import aligned_zeros
 from shade.types import Floats
 
 every_compressor = pytest.mark.parametrize("name", list(COMPRESSORS))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shade.errors import ShadeError
 from shade.gradient import GradientEngine, SparseState, sparse_hook
 from shade.gradient import optim as ours
-from shade.gradient._kernels.choice import prepare
+from shade.gradient._kernels.build import prepare
 from tests.differential.gradient_faults import FAULTS
 from tests.differential.gradient_script import Script, has_books
 from tests.differential.gradient_training import CLIP_NORM, SPARSE, Training, saved_and_read, weights_of

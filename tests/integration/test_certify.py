@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint._interchange.certify import TRAIL_FILE, read_trail
-from shade.cli import main
+from shade.train.trail import TRAIL_FILE
 from tests.support.launching import STREAM, make_images, run
+from tests.support.scripts import load_script
 
 pytestmark = pytest.mark.multiprocess
+
+program = load_script("certify")
 
 
 class Certified:
@@ -32,11 +34,11 @@ class Certified:
 def certify(
     run: Certified, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forget: str = ""
 ) -> tuple[int, str]:
-    """The verb's exit code and what it said."""
+    """The program's exit code and what it said."""
     monkeypatch.setenv("STREAM_LOG", str(run.here / "replays"))
     monkeypatch.setenv("STREAM_FORGET", forget)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    code = main(["checkpoint", "certify", *words.split(), str(run.out)])
+    code = program.main([*words.split(), str(run.out)])
     told = capsys.readouterr()
     return code, told.out + told.err
 
@@ -109,11 +111,11 @@ def test_what_cannot_be_tried_says_so(
     code, said = certify(whole, "4", monkeypatch, capsys)
     assert code == 2
     assert "a snapshot of step 4" in said
-    last = max(read_trail(whole.out / TRAIL_FILE))
+    last = max(program.read_trail(whole.out / TRAIL_FILE))
     code, said = certify(whole, str(last), monkeypatch, capsys)
     assert code == 2
     assert f"steps after {last} to compare with" in said
-    assert main(["checkpoint", "certify", "3", str(tmp_path)]) == 2
+    assert program.main(["3", str(tmp_path)]) == 2
 
 
 @pytest.mark.slow

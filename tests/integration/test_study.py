@@ -120,18 +120,6 @@ def test_killed_and_resumed_it_tries_the_same(killed_after: int, torn: bytes, fe
     assert list(run(FEW, dies, journal)) == done  # nothing is left to do
 
 
-def test_a_journal_of_853ef6a_is_resumed(tmp_path: Path) -> None:
-    """Written before Optuna chose the points: four first points and one of the former search."""
-    old = Path(__file__).with_name("evaluations_853ef6a.jsonl")
-    shutil.copy(old, tmp_path / "journal")
-    before = read_journal(old, FEW)
-    assert len(before) == 5
-    done = list(run(FEW, hill, tmp_path / "journal"))
-    assert done[:5] == before
-    assert [each.number for each in done] == list(range(7))
-    assert [each.point for each in before[:4]] == SPACE.first(4, 3)
-
-
 def test_more_evaluations_of_the_same_study_go_on(few: Path, tmp_path: Path) -> None:
     more = Study(SPACE, seed=3, num_evaluations=9, num_first=4)
     shutil.copy(few, tmp_path / "a")

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler
 
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient._kernels import arrays
 from shade.gradient._optim import adam, sgd
 from shade.gradient._optim.base import SparseOptimizer
+from tests.support import kernel_oracle
 
 SIZE = 203
 """Not a multiple of 16."""
@@ -23,7 +23,7 @@ SIZE = 203
 def use_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forces the loops in numpy."""
     for module in (sgd, adam):
-        monkeypatch.setattr(module, "loops", lambda: arrays)
+        monkeypatch.setattr(module, "loops", lambda: kernel_oracle)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

@@ -122,7 +122,7 @@ def test_prometheus_text_carries_the_sentences_and_the_buckets() -> None:
     assert "shade_hits_total 7" in prometheus_text(counts, meaning)
 
 
-def test_a_page_says_what_the_pages_before_the_library_said() -> None:
+def test_a_page_says_what_was_counted_and_what_it_means() -> None:
     histogram = Histogram()
     for value in (0.5, 0.75, 3e-6):
         histogram.observe(value)
@@ -130,7 +130,7 @@ def test_a_page_says_what_the_pages_before_the_library_said() -> None:
         {"hits": 7, "busy_seconds": 0.25}, {"hits": "A \\ sentence.", "busy_seconds": "Time.", "epoch": "Which."},
         {"wait_seconds": histogram}, {"rank": 3}, {"epoch": 1234567},
     )  # fmt: skip
-    written_by_853ef6a = """\
+    expected_page = """\
 # HELP shade_hits_total A \\\\ sentence.
 # TYPE shade_hits_total counter
 shade_hits_total{rank="3"} 7
@@ -148,7 +148,7 @@ shade_wait_seconds_bucket{rank="3",le="+Inf"} 3
 shade_wait_seconds_sum{rank="3"} 1.250003
 shade_wait_seconds_count{rank="3"} 3
 """
-    before, now = list(read_page(written_by_853ef6a)), list(read_page(page))
+    before, now = list(read_page(expected_page)), list(read_page(page))
     assert [(each.name, each.type, each.documentation) for each in now] == [
         (each.name, each.type, each.documentation) for each in before
     ]

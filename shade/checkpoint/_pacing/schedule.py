@@ -20,12 +20,7 @@ e^(-x/M), and so the share of time that ends up as training is
 
 which for L = 0 is Daly's ("A higher order estimate of the optimum checkpoint interval", FGCS 2006). Neither R nor L
 moves its maximum: x = c/M solves x + e^(-x) = 1 + C/M. For C ≪ M that is Young's √(2CM) (CACM 1974). No series is cut
-off; `shade checkpoint simulate` must agree with it on traces drawn from such a process.
-
-The cost of a save also shows in the length of its steps, but no two steps are alike, and a single save shows little
-that way. The CPU time of its threads is known exactly: Linux keeps a clock for each thread, numbered as
-pthread_getcpuclockid(3) does it, and reading it takes a microsecond. Where the system has no such clocks, CPU times are
-0.
+off. `benchmarks/planning/goodput.py` computes G, and a replay of traces drawn from such a process agrees with it.
 """
 
 from __future__ import annotations
@@ -33,9 +28,6 @@ from __future__ import annotations
 import math
 import re
 import statistics
-import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,10 +60,6 @@ class Pace:
     """Time from the beginning of a save until it was committed; 0 before the first save."""
     blocked_seconds: float = 0.0
     """The part of it that the training thread waited."""
-    worked_seconds: float = 0.0
-    """CPU time that saving threads used for it while the training ran."""
-    strategy: str = ""
-    """The strategy that makes the next saves, where the strategy chooses among others."""
 
 
 _Interval = Callable[[Pace], float]
@@ -201,36 +189,6 @@ def best_cycle(cost_seconds: float, mtbf_seconds: float) -> float:
     return x * mtbf_seconds
 
 
-def goodput(
-    work_seconds: float,
-    cost_seconds: float,
-    mtbf_seconds: float,
-    *,
-    lag_seconds: float = 0.0,
-    recover_seconds: float = 0.0,
-) -> float:
-    """Returns the share of all time that is training which is not done again.
-
-    Args:
-        work_seconds: τ > 0, training between two saves, by the clock of a training without saves.
-        cost_seconds: C, what a save adds.
-        mtbf_seconds: M; infinity: there are no failures.
-        lag_seconds: L, from the end of the cost until the save is safe; negative where it is safe before.
-        recover_seconds: R, from a failure until training continues.
-
-    Returns:
-        G, between 0 and 1.
-    """
-    cycle = work_seconds + cost_seconds
-    if math.isinf(mtbf_seconds):
-        return work_seconds / cycle
-    life = mtbf_seconds
-    if cycle / life > 500:  # e to that overflows a float; the share is 0 anyway
-        return 0.0
-    late = max(-cycle, lag_seconds)
-    return work_seconds * math.exp(-(recover_seconds + late) / life) / (life * math.expm1(cycle / life))
-
-
 class PaceMeter:
     """Measures this rank's `Pace` from the moments at which steps end."""
 
@@ -271,26 +229,6 @@ class PaceMeter:
     def _settle(self) -> None:
         self._cost_seconds, self._extra_seconds = self._extra_seconds, 0.0
 
-    def pace(self, save_seconds: float = 0.0, blocked_seconds: float = 0.0, worked_seconds: float = 0.0) -> Pace:
-        """Returns the pace measured so far, with three times of the last save that was committed."""
-        return Pace(self._quiet_seconds, self._cost_seconds, save_seconds, blocked_seconds, worked_seconds)
-
-
-_SAVING_THREADS: Final = ("shade-copy", "shade-save", "shade-memory-tier")
-"""Beginnings of the names of the threads that copy, hash, send and write."""
-
-
-def processor_ns(thread: int) -> int:
-    """Returns the CPU time of a thread of this process, by its native id; 0 if the thread has ended."""
-    if sys.platform != "linux":
-        return 0
-    try:
-        return time.clock_gettime_ns(~thread << 3 | 6)
-    except OSError:
-        return 0
-
-
-def cpu_seconds() -> float:
-    """Returns the CPU time of all saving threads that exist now, since they began."""
-    threads = [each.native_id for each in threading.enumerate() if each.name.startswith(_SAVING_THREADS)]
-    return sum(processor_ns(each) for each in threads if each is not None) / 1e9
+    def pace(self, save_seconds: float = 0.0, blocked_seconds: float = 0.0) -> Pace:
+        """Returns the pace measured so far, with two times of the last save that was committed."""
+        return Pace(self._quiet_seconds, self._cost_seconds, save_seconds, blocked_seconds)

@@ -47,7 +47,7 @@ from shade.checkpoint._buffer.stream_hash import StreamHash
 from shade.checkpoint._commit.protocol import agree, announce, commit, discard, prepare, put, store
 from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._pacing.batching import Batching
-from shade.checkpoint._pacing.schedule import Pace, cpu_seconds
+from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._save.packing import PackedShard, Packer
 from shade.checkpoint._save.stream_upload import StreamUpload
 from shade.checkpoint._tiers.tier import Tier
@@ -86,25 +86,15 @@ class SaveHandle:
     """Time from the beginning of the save until it was committed."""
     is_in_shared_memory: bool = False
     """Whether the shared-memory tier holds the snapshot."""
-    blocked_cpu_seconds: float = 0.0
-    """CPU time of all saving threads when the training continued, and what they used while it waited again."""
-    committed_cpu_seconds: float = 0.0
-    """CPU time of all saving threads when the save was committed."""
-
-    @property
-    def background_cpu_seconds(self) -> float:
-        """CPU time that saving threads used while the training ran, until this save was committed."""
-        return max(0.0, self.committed_cpu_seconds - self.blocked_cpu_seconds)
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
         """Charges to this save what the training thread waits within the block."""
-        begun, cpu = time.monotonic(), cpu_seconds()
+        begun = time.monotonic()
         try:
             yield
         finally:
             self.blocked_seconds += time.monotonic() - begun
-            self.blocked_cpu_seconds += cpu_seconds() - cpu
 
 
 @dataclass(frozen=True)
@@ -219,7 +209,6 @@ class AsyncWriter:
                 handle.committed.set_exception(failure)
             else:
                 handle.commit_seconds = time.monotonic() - handle.begun
-                handle.committed_cpu_seconds = cpu_seconds()
                 handle.committed.set_result(result)
                 try:
                     with self._one_at_a_time:

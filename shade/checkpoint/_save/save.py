@@ -31,7 +31,7 @@ from shade.checkpoint._buffer.stream_hash import StreamHash
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, lay_out
-from shade.checkpoint._pacing.schedule import Pace, PaceMeter, cpu_seconds
+from shade.checkpoint._pacing.schedule import Pace, PaceMeter
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._strategies.base import DurabilityLevel, Strategy, StrategyConfig
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
@@ -112,7 +112,7 @@ class Saver:
         handle = self.latest = SaveHandle(step)
         self._in_flight.append(handle)
         sequence, saved_at = self.sequence, time.time()
-        pace = self._strategy.steer(self._measured(meter), self.pace)
+        pace = self._measured(meter)
         is_buffer_taken = False
         try:
             captured = self._app_state.capture(self._group.rank, self._group.world_size)
@@ -125,7 +125,7 @@ class Saver:
             if self._preparing is None:
                 self._prepare(prepare)
             data = memoryview(buffer.numpy().data)[: layout.num_bytes]
-            streams = self._strategy.streams and self._writer.can_stream
+            streams = self._strategy.config.streams and self._writer.can_stream
             stream_hash = StreamHash(data) if streams else None
             copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, stream_hash, self._comparison)
             copied = self._strategy.begin(copying)
@@ -164,7 +164,6 @@ class Saver:
         del captured, copying
         self._writer.send(request)
         handle.blocked_seconds += time.monotonic() - begun
-        handle.blocked_cpu_seconds = cpu_seconds()
         return handle
 
     def stand_by(self, step: int, result: CommitResult) -> SaveHandle:
@@ -204,7 +203,7 @@ class Saver:
         last = self.settled
         if last is None:
             return meter.pace()
-        return meter.pace(last.commit_seconds, last.blocked_seconds, last.background_cpu_seconds)
+        return meter.pace(last.commit_seconds, last.blocked_seconds)
 
     @property
     def pace(self) -> Pace:

@@ -107,7 +107,6 @@ class Checkpointer:
         self._config = config = self._strategy.config.agreed(
             every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
         )
-        self._strategy.open(config)
         self._schedule, self._meter = Schedule(config.every, config.in_flight), PaceMeter()
         purpose = f"snapshots of run {run!r}"
         self._group: RankGroup = current_group(purpose)
@@ -357,9 +356,6 @@ class Checkpointer:
     def recovery_estimate(self) -> RecoveryEstimate:
         """Estimates what would be lost, and how soon recovered, if this process, machine or cluster ended now."""
         return self._losses.read()
-
-    gauge = recovery_estimate
-    """The earlier name of `recovery_estimate`."""
 
     def watch(self, *sources: str, grace_seconds: float = GRACE_SECONDS, exit_code: int | None = EXIT_CODE) -> None:
         """Watches for preemption notices: `step` then saves what can be saved in time, and exits. Collective.

@@ -166,8 +166,6 @@ def _without_tail(seconds: Sequence[float]) -> list[float]:
 class _Background(Asymmetric):
     """A variant that always copies in the background."""
 
-    is_ablation = True
-
     @override
     def _stands_still(self) -> bool:
         return False

@@ -19,7 +19,6 @@ import torch
 
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._codecs.base import CODECS, is_delta
-from shade.checkpoint._pacing.schedule import Pace
 from shade.errors import ConfigError, TornSnapshotError
 from shade.registry import Registry
 
@@ -111,25 +110,6 @@ class Strategy(ABC):
 
     config: ClassVar[StrategyConfig] = StrategyConfig()
     """The proposed settings."""
-    is_ablation: ClassVar[bool] = False
-    """Whether it leaves out a part of another strategy, to measure that part; `auto` never chooses it."""
-    is_for_devices: ClassVar[bool] = False
-    """Whether it differs from its parent on a device only."""
-
-    def open(self, config: StrategyConfig) -> None:  # noqa: B027 - most strategies need nothing beyond their class
-        """Takes the config in force, before any other call."""
-
-    @property
-    def streams(self) -> bool:
-        """Whether the next save is streamed, if the config in force allows it."""
-        return self.config.streams
-
-    def steer(self, mine: Pace, agreed: Pace) -> Pace:
-        """Returns the pace that rank 0 publishes with the next save; called before each save, after the last copy.
-
-        `mine` is this rank's measurement; `agreed` is the newest pace of rank 0 that every rank knows.
-        """
-        return mine
 
     def attach(  # noqa: B027 - most strategies hang no hooks
         self, modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]

@@ -111,7 +111,6 @@ class CheckFreq(ThreadedCopy):
     """
 
     config = StrategyConfig(every="profiled 5%")
-    is_for_devices = True
 
     @override
     def _secure(self, copying: Copying) -> bool:

@@ -57,8 +57,7 @@ class SlotLayout:
     num_parity: int = 0
     """r: parity pieces for them."""
     grouped: bool = False
-    """Whether the copies of a chunk lie in a group of servers that hold copies only for each other. (Old tables do not
-    have this field, and have no groups.)"""
+    """Whether the copies of a chunk lie in a group of servers that hold copies only for each other."""
 
     @property
     def num_copies(self) -> int:

@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any, Final
 
-from shade.cli._checkpoint import inspect, repair, simulate, transfer
+from shade.cli._checkpoint import inspect, repair, transfer
 from shade.cli._checkpoint.common import Verb
 from shade.errors import CorruptCheckpointError
 
@@ -20,12 +20,10 @@ VERBS: Final[tuple[Verb, ...]] = (
     repair.VERIFY,
     repair.REPAIR,
     repair.SCRUB,
-    repair.CERTIFY,
     transfer.RESTORE,
     transfer.EXPORT,
     transfer.IMPORT,
     transfer.FLUSH,
-    simulate.SIMULATE,
 )
 """In the order in which they are listed."""
 _DESCRIPTION: Final = "Snapshots of training runs, in shared memory, in a cluster's memory and in durable storage."

@@ -1,8 +1,7 @@
-"""Implements ``shade checkpoint verify``, ``repair``, ``scrub`` and ``certify``.
+"""Implements ``shade checkpoint verify``, ``repair`` and ``scrub``.
 
-The first three read every byte of every copy. A snapshot may be replaced while it is read: a slot is claimed again, or
-retention removes a folder. So damage counts only if the same record is still in that place afterwards. ``certify``
-replays steps from a snapshot and compares them bit for bit.
+Each reads every byte of every copy. A snapshot may be replaced while it is read: a slot is claimed again, or
+retention removes a folder. So damage counts only if the same record is still in that place afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shade.cli._checkpoint.common import Places, Verb, add_places, opened
@@ -44,15 +42,6 @@ examples:
 
 Verifies and repairs every snapshot, newest first.
 exit code: 0 all intact now; 1 something is lost in every copy
-"""
-_CERTIFY_EXAMPLES: Final = """\
-examples:
-  shade checkpoint certify 1200 runs/20260101-120000
-  shade checkpoint certify 1200 runs/20260101-120000 --steps 50
-
-Restores the snapshot in a fresh process, repeats the steps up to the next snapshot with the run's own script, and
-compares the loss of each step with the run's trail and every tensor with the next snapshot. The run is not changed.
-exit code: 0 equal bit for bit; 1 not, with the first step and tensor that differ; 2 it could not be tried
 """
 _MOST_SHOWN: Final = 8
 """Longest list of chunk numbers."""
@@ -248,34 +237,4 @@ SCRUB: Final = Verb(
     _SCRUB_EXAMPLES,
     _scrub_arguments,
     lambda given: _answer(given, repairing=True),
-)
-
-
-def _certify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("step", type=int, metavar="STEP", help="step of the snapshot")
-    parser.add_argument("out", type=Path, metavar="RUN", help="the run directory")
-    parser.add_argument("--steps", type=int, metavar="K", help="steps to repeat (to the next snapshot, else 10)")
-
-
-def _certify(given: argparse.Namespace) -> int:
-    from shade.cli._checkpoint.certify import certify
-    from shade.launch.ranks import Ended, signals_as_exceptions
-
-    try:
-        with signals_as_exceptions() as remind:
-            certificate = certify(given.out.resolve(), given.step, given.steps)
-            remind()
-    except Ended as ended:
-        return 128 + ended.number
-    sys.stdout.write(str(certificate))
-    return 0 if certificate.is_good else 1
-
-
-CERTIFY: Final = Verb(
-    "certify",
-    "replay steps from a snapshot and compare bit for bit",
-    "Proves that a run resumed from a snapshot equals the run without an interruption, bit for bit.",
-    _CERTIFY_EXAMPLES,
-    _certify_arguments,
-    _certify,
 )

@@ -219,11 +219,11 @@ class EpochProgress:
                 "one with a ShadeSampler" if self._sampler is None else "one without",
                 "resume with the saved settings",
             )
-        saved = state.get("batch_size", self._batch_size)  # older states have none
-        if saved != self._batch_size:
-            raise ConfigError.of(f"batch_size={saved}, as in the saved run", self._batch_size, "resume with that one")
+        if self._sampler is None and state["batch_size"] != self._batch_size:
+            expected = f"batch_size={state['batch_size']}, as in the saved run"
+            raise ConfigError.of(expected, self._batch_size, "resume with that one")
         self._resume = dict(state) if state["order"] is not None or self._sampler is not None else None
-        if state.get("generator") is not None:
+        if self._sampler is None and state["generator"] is not None:
             self._of_order.set_state(state["generator"])
         self.current, self.begun.resume = LoaderPass(seed=state["seed"], is_live=False), None
         if self._sampler is not None:
@@ -479,7 +479,7 @@ class ShadeLoader(DataLoader[Any]):
         Raises:
             ConfigError: It belongs to other settings, or to a loader whose random numbers cannot be drawn again.
         """
-        saved, mine = state.get("num_workers", self.num_workers), self.num_workers  # older states do not say
+        saved, mine = state["num_workers"], self.num_workers
         # Without workers, random numbers come from the process's generators, with workers from the seed of the pass.
         reader = self._reader
         draws_others = reader is not None and (

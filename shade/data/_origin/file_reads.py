@@ -14,13 +14,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from shade._lazy import compiled
+from shade._lazy import compiled, load_numba
 
-_numba: Any = numba  # whose types are known to type checkers in part
+_numba = load_numba()
 _c = _numba.types
 _open = _c.ExternalFunction("open", _c.int32(_c.uintp, _c.int32))
 _read = _c.ExternalFunction("read", _c.intp(_c.int32, _c.uintp, _c.uintp))

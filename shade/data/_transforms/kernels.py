@@ -25,15 +25,15 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import extending
-from numba.core import cgutils
 from PIL import Image
 
-from shade._lazy import compiled
+from shade._lazy import compiled, load_numba
+
+numba = load_numba()
+extending, cgutils = numba.extending, numba.core.cgutils
 
 PRECISION = 22
 """Bits behind the point of a weight: Pillow's ``32 - 8 - 2``."""
@@ -124,7 +124,7 @@ def _blend_pixels(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
-        total = cgutils.alloca_once_value(builder, _constant([0] * LANES))  # type: ignore[no-untyped-call]
+        total = cgutils.alloca_once_value(builder, _constant([0] * LANES))
         with cgutils.for_range(builder, arguments[4]) as loop:
             step = loop.index
             place = builder.add(arguments[1], builder.mul(step, step.type(3 * PIXELS)))
@@ -144,7 +144,7 @@ def _blend_rows(
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
-        total = cgutils.alloca_once_value(builder, _constant([_HALF] * LANES))  # type: ignore[no-untyped-call]
+        total = cgutils.alloca_once_value(builder, _constant([_HALF] * LANES))
         with cgutils.for_range(builder, arguments[5]) as loop:
             place = builder.add(arguments[1], builder.mul(loop.index, arguments[2]))
             values = builder.zext(code.load(0, place, _BYTES, 1), _INTS)

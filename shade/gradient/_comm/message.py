@@ -25,21 +25,19 @@ Legend: D bucket · K kept.
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from shade.errors import ConfigError, PayloadError, UnknownNameError
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.quantiser import QUANTISERS, Octets, Quantiser
-from shade.gradient._kernels.arrays import Places
-from shade.gradient._kernels.choice import choose
+from shade.gradient._kernels.build import build
+from shade.gradient._kernels.lines import Places
 from shade.types import Bytes
 
 MAGIC: Final = b"SHDG"
@@ -172,47 +170,12 @@ def _digest(data: Octets) -> int:
     return state.intdigest()
 
 
-class IndexArrays:
-    """The two loops in numpy; the compiled ones are in `_kernels.index_loops`."""
-
-    @staticmethod
-    def split(indices_K: Places, codes_K: Octets, middle_K: npt.NDArray[np.uint16], wide_K: Places) -> tuple[int, int]:
-        """Writes the gaps to three streams; returns the lengths of the second and third."""
-        gaps_K = np.empty(len(indices_K), dtype=np.uint32)
-        gaps_K[:1] = indices_K[:1]
-        np.subtract(indices_K[1:], indices_K[:-1], out=gaps_K[1:])
-        gaps_K[1:] -= 1
-        np.minimum(gaps_K, MIDDLE, out=codes_K, casting="unsafe")
-        escaped = gaps_K[gaps_K >= MIDDLE]
-        codes_K[gaps_K >= 2**16] = WIDE
-        middle, wide = escaped[escaped < 2**16], escaped[escaped >= 2**16]
-        middle_K[: len(middle)] = middle
-        wide_K[: len(wide)] = wide
-        return len(middle), len(wide)
-
-    @staticmethod
-    def join(codes_K: Octets, middle: npt.NDArray[np.uint16], wide: Places, indices_K: Places) -> int:
-        """Adds the gaps up; returns the last index + 1."""
-        gaps_K = codes_K.astype(np.uint64)
-        gaps_K[codes_K == MIDDLE] = middle
-        gaps_K[codes_K == WIDE] = wide
-        after_K = np.cumsum(gaps_K + np.uint64(1))
-        indices_K[:] = (after_K - np.uint64(1)).astype(np.uint32)
-        return int(after_K[-1]) if len(after_K) else 0
-
-
-@functools.cache
-def loops() -> Any:
-    """Returns the compiled loops, or `IndexArrays`."""
-    return choose("shade.gradient._kernels.index_loops", IndexArrays)
-
-
 def encode(indices_K: Places) -> Octets:
     """Encodes ascending, distinct indices in at most 5 · K bytes."""
     count = len(indices_K)
     codes_K, middle_K = np.empty(count, dtype=np.uint8), np.empty(count, dtype="<u2")
     wide_K = np.empty(count, dtype="<u4")
-    num_middle, num_wide = loops().split(indices_K, codes_K, middle_K, wide_K)
+    num_middle, num_wide = build("index_loops").split(indices_K, codes_K, middle_K, wide_K)
     return np.concatenate([codes_K, middle_K[:num_middle].view(np.uint8), wide_K[:num_wide].view(np.uint8)])
 
 
@@ -242,7 +205,7 @@ def decode(data: Octets, count: int, size: int = 2**32) -> Places:
         )
     middle, wide = data[count:start].copy().view("<u2"), data[start:].copy().view("<u4")
     indices_K = np.empty(count, dtype=np.uint32)
-    after = int(loops().join(codes_K, middle, wide, indices_K))
+    after = int(build("index_loops").join(codes_K, middle, wide, indices_K))
     if after > size:
         raise PayloadError.of(f"indices below {size}", after - 1, "sender and receiver differ about the bucket")
     return indices_K

@@ -25,11 +25,9 @@ Legend: D bucket · K kept · W world · P peers · N fields · B buckets.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +39,8 @@ from shade.gradient._comm.topology import Topology
 from shade.gradient._comm.transport import Octets, PendingGather
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
-from shade.gradient._kernels.choice import choose
-from shade.types import Decision, Floats, Indices
+from shade.gradient._kernels.build import build
+from shade.types import Decision, Indices
 
 PROTOCOL = 0x5348_4144_4500_0003
 """The first field of every count: name and version of this protocol."""
@@ -221,35 +219,6 @@ class SparseAllReduce:
         return int(part.stop - part.start)
 
 
-class MergeArrays:
-    """The loop in numpy; the compiled one is in `_kernels.index_loops`."""
-
-    @staticmethod
-    def merge_parts(
-        indices: npt.NDArray[np.uint32],
-        values: Floats,
-        ends_W: Indices,
-        shares_W: Floats,
-        size: int,
-        merged: npt.NDArray[np.uint32],
-        sums: Floats,
-    ) -> int:
-        """Adds all parts' values, times their shares, in the order of the parts."""
-        del size
-        places, inverse = np.unique(indices, return_inverse=True)
-        counts_W = np.diff(ends_W, prepend=0)
-        merged[: len(places)] = places
-        sums[: len(places)] = 0
-        np.add.at(sums, inverse, values * np.repeat(shares_W, counts_W))
-        return len(places)
-
-
-@functools.cache
-def loops() -> Any:
-    """Returns the compiled loops, or `MergeArrays`."""
-    return choose("shade.gradient._kernels.index_loops", MergeArrays)
-
-
 def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:
     """Returns the weighted mean of all ranks' parts; an element that a rank did not choose counts as zero there.
 
@@ -279,5 +248,5 @@ def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:
     ends_W = np.cumsum([part.count for part in parts], dtype=np.int64)
     shares_W = (np.asarray(weights, dtype=np.float64) / total).astype(np.float32)
     merged, sums = np.empty_like(indices), np.empty_like(values)
-    count = loops().merge_parts(indices, values, ends_W, shares_W, sizes[0], merged, sums)
+    count = build("index_loops").merge_parts(indices, values, ends_W, shares_W, sizes[0], merged, sums)
     return Sparse(merged[:count], sums[:count], sizes[0])

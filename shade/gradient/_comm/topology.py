@@ -37,7 +37,7 @@ from typing_extensions import override
 from shade.errors import ConfigError
 from shade.gradient._comm.transport import Octets, PendingGather, Transport
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient._kernels.arrays import LINE
+from shade.gradient._kernels.lines import LINE
 from shade.types import Indices
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shade.errors import ConfigError, NonFiniteGradientError
-from shade.gradient._kernels.arrays import ALIGNMENT_BYTES
+from shade.gradient._kernels.lines import ALIGNMENT_BYTES
 from shade.registry import Registry
 from shade.types import Floats
 

@@ -37,8 +37,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from shade.errors import ConfigError, StateMismatchError
-from shade.gradient._kernels.arrays import Places, aligned_zeros
-from shade.gradient._kernels.choice import prepare
+from shade.gradient._kernels.build import prepare
+from shade.gradient._kernels.lines import Places, aligned_zeros
 from shade.types import Floats
 
 Tensors = dict[str, Tensor]

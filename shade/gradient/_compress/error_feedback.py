@@ -30,8 +30,8 @@ from shade.errors import ConfigError, StateMismatchError
 from shade.gradient._compress.compressor import Compressor, Key, Sparse, check
 from shade.gradient._compress.correction import Correction, Tensors, make_correction_memory, read_array
 from shade.gradient._compress.quantiser import Quantiser
-from shade.gradient._kernels.arrays import aligned_zeros
-from shade.gradient._kernels.choice import prepare
+from shade.gradient._kernels.build import prepare
+from shade.gradient._kernels.lines import aligned_zeros
 from shade.types import Floats
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from typing_extensions import override
 
 from shade.gradient._compress.compressor import COMPRESSORS, Compressor, Key, Sparse, check, non_finite, wanted_count
-from shade.gradient._kernels.arrays import TILE
-from shade.gradient._kernels.choice import prepare
+from shade.gradient._kernels.build import prepare
+from shade.gradient._kernels.lines import TILE
 from shade.types import Floats, Indices
 
 

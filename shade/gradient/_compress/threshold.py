@@ -36,8 +36,8 @@ import numpy as np
 from typing_extensions import override
 
 from shade.gradient._compress.compressor import COMPRESSORS, Compressor, Key, Sparse, check, check_finite, wanted_count
-from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places, as_lines
-from shade.gradient._kernels.choice import prepare
+from shade.gradient._kernels.build import prepare
+from shade.gradient._kernels.lines import LINE, OVERFLOW, TILE, Places, as_lines
 from shade.types import Bools, Floats
 
 _SMALL = 2**16
@@ -189,8 +189,8 @@ class ThresholdV(ThresholdCompressor):
     def _pick_above(
         self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, capacity: int
     ) -> int:
-        pick = prepare().pick_elements
-        return pick(gradient_D, residual_D, rest_D, threshold, self._places[:capacity], self._values[:capacity])
+        places, values = self._places[:capacity], self._values[:capacity]
+        return int(prepare().pick_elements(gradient_D, residual_D, rest_D, threshold, places, values))
 
     def _pick_exactly(self, rest_D: Floats, wanted: int) -> int:
         magnitude_D = np.abs(rest_D)
@@ -233,13 +233,14 @@ class ThresholdV16(ThresholdCompressor):
         return self._score(sample_L)
 
     def _score(self, values: Floats) -> Floats:
-        return prepare().line_energy(values, np.float32(self._scale))
+        energy_L: Floats = prepare().line_energy(values, np.float32(self._scale))
+        return energy_L
 
     def _pick_above(
         self, gradient_D: Floats, residual_D: Floats, rest_D: Floats, threshold: float, capacity: int
     ) -> int:
         places, values = self._places[:capacity], self._values[: capacity * LINE]
-        return prepare().pick_lines(gradient_D, residual_D, rest_D, self._scale, threshold, places, values)
+        return int(prepare().pick_lines(gradient_D, residual_D, rest_D, self._scale, threshold, places, values))
 
     def _pick_exactly(self, rest_D: Floats, wanted: int) -> int:
         lines_L = as_lines(rest_D)

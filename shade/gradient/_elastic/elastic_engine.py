@@ -53,7 +53,6 @@ import torch
 from torch import nn
 
 from shade.errors import ConfigError, PeerLostError
-from shade.gradient._comm import message, sparse_all_reduce
 from shade.gradient._comm.step import CALLS, LEAVES, STAYS, GradientStep, StepState
 from shade.gradient._comm.topology import FlatTopology
 from shade.gradient._comm.transport import Transport
@@ -65,8 +64,7 @@ from shade.gradient._engine.bucket_state import BucketState
 from shade.gradient._engine.consistency import broadcast_replica
 from shade.gradient._engine.engine import GradientEngine
 from shade.gradient._engine.replica import broadcast_untrained, broadcast_weights, check_same_setup
-from shade.gradient._kernels.choice import prepare
-from shade.gradient._optim import base
+from shade.gradient._kernels.build import build
 from shade.gradient._optim.base import SparseOptimizer
 
 _SAMPLED_LINES = 2**14
@@ -426,5 +424,5 @@ class ElasticEngine(GradientEngine):
 
 def _compile() -> None:
     """Compiles all loops before the others wait for this rank."""
-    for compiled in (prepare, message.loops, sparse_all_reduce.loops, base.loops):
-        compiled()
+    for loops in ("loops", "index_loops", "step_loops"):
+        build(loops)

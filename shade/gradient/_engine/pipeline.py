@@ -40,7 +40,7 @@ from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
 from shade.gradient._engine.bucket_state import BucketState
 from shade.gradient._engine.meter import norm_of
-from shade.gradient._kernels.choice import prepare
+from shade.gradient._kernels.build import prepare
 
 _JOIN_SECONDS = 5.0
 

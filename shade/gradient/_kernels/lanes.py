@@ -10,8 +10,8 @@ Everything else in this folder is plain numba. These are here because plain numb
 * The optimizers' arithmetic on one line: LLVM turns a plain loop over 16 elements of three arrays into vector code only
   behind a check at run time that the arrays do not overlap, and that check costs more than the line does.
 
-All arithmetic is IEEE's, in the order of `_kernels.arrays`, so
-the results are the same to the last bit on every processor. Arrays are numba's. Offsets are in elements and multiples
+All arithmetic is IEEE's, in the order that the numpy versions in `tests/support/kernel_oracle.py` write down, so the
+results are the same to the last bit on every processor. Arrays are numba's. Offsets are in elements and multiples
 of 16, unless a function says otherwise.
 
 An intrinsic is a function that numba calls twice: for its types, where it gets types, and for its code, where it gets
@@ -23,11 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numba
 from llvmlite import ir
-from numba.extending import intrinsic
 
-from shade.gradient._kernels.arrays import LINE
+from shade._lazy import load_numba
+from shade.gradient._kernels.lines import LINE
+
+numba = load_numba()
+intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.extending.intrinsic
 
 _BYTE, _INT = ir.IntType(8), ir.IntType(32)
 _FLOATS = ir.VectorType(ir.FloatType(), LINE)

@@ -1,7 +1,5 @@
 """The passes over a bucket in numba, several times as fast as numpy.
 
-The functions have the names, arguments and results of those in `_kernels.arrays`, which documents them.
-
 A pass over a bucket reads two arrays and writes one, as ``e += g`` does, so it should cost what memory costs:
 
 * The result is written past the caches (`stream_line`). A plain store first reads the line that it overwrites, a third
@@ -30,7 +28,7 @@ import numpy as np
 
 from shade._lazy import compiled
 from shade.gradient._kernels import lanes
-from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, Places, aligned_zeros
+from shade.gradient._kernels.lines import LINE, OVERFLOW, TILE, Places, aligned_zeros
 from shade.types import Bools, Floats
 
 _U64 = np.uint64
@@ -46,6 +44,16 @@ wait_for_streams: Any = lanes.wait_for_streams
 
 @compiled
 def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
+    """Returns the sum of squares of each line after scaling. Adds halves, in the order of `lanes.add_line`.
+
+    Args:
+        lines_L: float32 (L, 16).
+        scale: A power of two that brings the largest elements near 1. Squares of 1e-23 vanish and of 1e20 overflow, so
+            without it a choice would depend on the loss's scale.
+
+    Returns:
+        float32 (L,).
+    """
     energy_L = np.empty(len(lines_L), dtype=np.float32)
     sums = np.empty(LINE, dtype=np.float32)
     for row in range(len(lines_L)):
@@ -64,6 +72,20 @@ def line_energy(lines_L: Floats, scale: np.float32) -> Floats:
 
 @compiled
 def pick_elements(gradient_D: Any, residual_D: Any, rest_D: Any, threshold: Any, indices: Any, values: Any) -> Any:
+    """Adds two arrays, moves the large elements of the sum to a list, and writes the rest.
+
+    Args:
+        gradient_D: Unchanged.
+        residual_D: Unchanged.
+        rest_D: From `aligned_zeros`; becomes the sum, 0 where picked.
+        threshold: An element is picked unless its magnitude is below; so NaN is picked.
+        indices: Becomes the picked places, ascending.
+        values: As long; becomes their sums.
+
+    Returns:
+        The number of picked elements. Or `OVERFLOW` if ``indices`` had less room than the next tile is long; then
+        ``rest_D`` is undefined.
+    """
     limit, size, room = np.float32(threshold), _U64(gradient_D.size), _U64(min(indices.size, values.size))
     whole = size - size % _BLOCK
     hits, masks = np.empty(_PART // _BLOCK, np.uint64), np.empty(_PART // _BLOCK, np.uint64)
@@ -105,6 +127,20 @@ def pick_elements(gradient_D: Any, residual_D: Any, rest_D: Any, threshold: Any,
 def pick_lines(
     gradient_D: Any, residual_D: Any, rest_D: Any, scale: Any, threshold: Any, lines: Any, values: Any
 ) -> Any:
+    """Adds two arrays, moves lines of 16 with much energy to a list, and writes the rest. A last line may be shorter.
+
+    Args:
+        gradient_D: Unchanged.
+        residual_D: Unchanged.
+        rest_D: From `aligned_zeros`; becomes the sum, 0 where picked.
+        scale: A power of two, see `line_energy`.
+        threshold: A line is picked unless its energy is below; so a line with a NaN is picked.
+        lines: Becomes the numbers of the picked lines, ascending.
+        values: 16 times as long; becomes their sums, 0 beyond the end.
+
+    Returns:
+        The number of picked lines, or `OVERFLOW` as in `pick_elements`.
+    """
     factor, limit, size = np.float32(scale), np.float32(threshold), _U64(gradient_D.size)
     room = _U64(min(lines.size, values.size // LINE))
     whole = size - size % _LINE
@@ -137,6 +173,14 @@ def pick_lines(
 
 @compiled
 def gain_momentum(velocity_D: Any, gradient_D: Any, momentum: Any, gained_D: Any) -> None:
+    """Computes a step of momentum, ``momentum · velocity + gradient``; rounds twice.
+
+    Args:
+        velocity_D: Unchanged.
+        gradient_D: Unchanged.
+        momentum: The factor.
+        gained_D: From `aligned_zeros`, not one of the other two; overwritten.
+    """
     factor, size = np.float32(momentum), _U64(gradient_D.size)
     whole = size - size % _LINE
     scratch = np.empty(_SHORT_PART, np.float32)
@@ -153,6 +197,15 @@ def gain_momentum(velocity_D: Any, gradient_D: Any, momentum: Any, gained_D: Any
 
 @compiled
 def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, sample_L: Floats) -> None:
+    """Adds two arrays on a sample of lines.
+
+    Args:
+        gradient_D: Unchanged.
+        residual_D: Unchanged.
+        start: The first line.
+        stride: Lines from one to the next.
+        sample_L: float32 (L, 16); becomes the sums; all sampled lines are whole.
+    """
     for row in range(len(sample_L)):
         first = (start + row * stride) * LINE
         for lane in range(LINE):
@@ -161,6 +214,7 @@ def add_sample(gradient_D: Floats, residual_D: Floats, start: int, stride: int, 
 
 @compiled
 def name_elements(lines: Places, indices_L: Places) -> None:
+    """Writes the indices of all elements of some lines to ``indices_L``, uint32 (L, 16), in order."""
     for row in range(len(lines)):
         first = lines[row] * np.uint32(LINE)
         for lane in range(LINE):
@@ -169,6 +223,14 @@ def name_elements(lines: Places, indices_L: Places) -> None:
 
 @compiled
 def keep_lost(rest_D: Floats, indices_K: Places, values_K: Floats, seen_K: Floats) -> None:
+    """Writes the rounding errors of the picked elements to the residual.
+
+    Args:
+        rest_D: Overwritten at the places.
+        indices_K: The places, < D.
+        values_K: What was picked.
+        seen_K: What the receiver will decode.
+    """
     for place in range(len(indices_K)):
         rest_D[indices_K[place]] = values_K[place] - seen_K[place]
 
@@ -183,6 +245,17 @@ def gain_adam(
     new_second_D: Floats,
     direction_D: Floats,
 ) -> None:
+    """Computes a step of Adam's moments and its direction; rounds after every operation.
+
+    Args:
+        first_D: Unchanged.
+        second_D: Unchanged.
+        gradient_D: Unchanged.
+        coefficients: See `_compress.correction.AdamCorrection.coefficients`.
+        new_first_D: Overwritten.
+        new_second_D: Overwritten.
+        direction_D: Overwritten.
+    """
     beta1, rest1, beta2, rest2 = coefficients[0], coefficients[1], coefficients[2], coefficients[3]
     unbias1, unbias2, eps = coefficients[4], coefficients[5], coefficients[6]
     for place in range(len(gradient_D)):
@@ -198,6 +271,15 @@ def gain_adam(
 def gain_second(
     second_D: Floats, gradient_D: Floats, coefficients: Floats, new_second_D: Floats, direction_D: Floats
 ) -> None:
+    """Computes the bits of `gain_adam` for β₁ = 0, where no first moment is kept.
+
+    Args:
+        second_D: Unchanged.
+        gradient_D: Unchanged.
+        coefficients: As for `gain_adam`; those of the first moment are ignored.
+        new_second_D: Overwritten.
+        direction_D: Overwritten.
+    """
     beta2, rest2, unbias2, eps = coefficients[2], coefficients[3], coefficients[5], coefficients[6]
     for place in range(len(gradient_D)):
         gradient = gradient_D[place]
@@ -208,12 +290,29 @@ def gain_second(
 
 @compiled
 def clear(array_D: Floats, indices_K: Places) -> None:
+    """Writes 0 to some places.
+
+    Args:
+        array_D: Overwritten there.
+        indices_K: The places, < D.
+    """
     for place in range(len(indices_K)):
         array_D[indices_K[place]] = 0
 
 
 @compiled
 def put_back(rest_D: Floats, places: Places, values: Floats, is_kept: Bools) -> int:
+    """Puts some of the picked units back into the bucket; the others move to the front.
+
+    Args:
+        rest_D: Receives what lies within it.
+        places: Numbers of the picked units; overwritten.
+        values: float32 (U, unit), the values of those units; overwritten.
+        is_kept: bool (U,).
+
+    Returns:
+        The number of units that are left, at the front of both arrays.
+    """
     unit, left = values.shape[1], 0
     for row in range(len(places)):
         if is_kept[row]:

@@ -1,10 +1,11 @@
 """The sparse optimizers' loops in numba: line after line of 16, with the next lines already on their way from memory.
 
-`_kernels.arrays` has the same functions in numpy. A touched element's line has to come from memory
-whole, so all of it is brought up to date, which costs a few vector operations. Elements come in ascending order, far
-apart. The processor's prefetcher does not see that pattern, so each line is requested `_AHEAD` elements before its
-turn. That is faster than gathering and scattering 16 elements at a time. A line that was touched whole, as
-threshold-v16 picks them, takes its gradient as one vector.
+``last_L`` holds the step up to which each line has moved. A touched element's line has to come from memory whole, so
+all of it is brought up to date, which costs a few vector operations. Tables have a column for each lag; ``rows_F9`` has
+a step's coefficients at ``step % F``. Elements come in ascending order, far apart. The processor's prefetcher does not
+see that pattern, so each line is requested `_AHEAD` elements before its turn. That is faster than gathering and
+scattering 16 elements at a time. A line that was touched whole, as threshold-v16 picks them, takes its gradient as one
+vector.
 
 Legend: L lines of 16 · F longest lag + 1.
 """
@@ -17,7 +18,7 @@ import numpy as np
 
 from shade._lazy import compiled
 from shade.gradient._kernels import lanes
-from shade.gradient._kernels.arrays import LINE
+from shade.gradient._kernels.lines import LINE
 
 _LINE, _AHEAD, _U64 = LINE, 64, np.uint64
 # Intrinsics are called without their first argument, which no type checker knows.

@@ -22,7 +22,6 @@ Legend: D bucket · K kept · L lines of 16.
 
 from __future__ import annotations
 
-import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -39,18 +38,16 @@ from shade.errors import ConfigError, GradientError
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import AdamCorrection, Correction
-from shade.gradient._kernels import arrays
-from shade.gradient._kernels.choice import choose
+from shade.gradient._kernels.build import build
 from shade.gradient._optim.memory import OptimizerMemory
 
 FLUSH_EVERY = 16
 _FLUSH = "call flush() on every rank first, or keep the bucket size and flush_every"
 
 
-@functools.cache
 def loops() -> Any:
-    """Returns the loops in use: compiled, or in numpy."""
-    return choose("shade.gradient._kernels.step_loops", arrays)
+    """Returns the compiled loops, `_kernels.step_loops`."""
+    return build("step_loops")
 
 
 class SparseOptimizer(Optimizer, ABC):

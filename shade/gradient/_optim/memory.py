@@ -20,7 +20,7 @@ import torch
 
 from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient._kernels.arrays import LINE, Places, aligned_zeros
+from shade.gradient._kernels.lines import LINE, Places, aligned_zeros
 from shade.types import Floats
 
 OnTouched = Callable[[Floats, Sequence[Floats], Places, Places, Floats], None]

@@ -832,7 +832,6 @@ def test_help_shows_what_users_call_and_no_machinery(run: str) -> None:
         "attach",
         "close",
         "config",
-        "gauge",
         "is_due",
         "is_durable",
         "latest",

@@ -12,7 +12,6 @@ import torch
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._codecs.exact import XorZstandard
 from shade.checkpoint._format.manifest import Commit
-from shade.checkpoint._interchange.certify import copy_snapshot
 from shade.checkpoint._restore.reader import Reader, ShardDecoder, Snapshot, check_decodable
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.tier import Shard, Tier
@@ -20,6 +19,7 @@ from shade.errors import CorruptCheckpointError
 from shade.rank_group import SingleProcessGroup
 from tests.simulation.torture.delta import built_on
 from tests.simulation.torture.ledger import RUN, Saved
+from tests.support.scripts import load_script
 from tests.support.tiers import Near
 
 WORLD_SIZE = 2
@@ -185,7 +185,7 @@ def test_a_snapshot_is_carried_with_what_it_builds_on() -> None:
         put(near, one)
     put(far, saves[0])
     reader = Reader([near])
-    copy_snapshot(reader, reader.snapshots()[0], far)
+    load_script("certify").copy_snapshot(reader, reader.snapshots()[0], far)
     assert built([far]) == list(saves[2].data)
     assert [each for each in far.done if each.startswith("commit")] == ["commit 10", "commit 20", "commit 30"]
 

@@ -45,7 +45,6 @@ def test_it_ends_where_the_dense_optimizer_ends(name: str) -> None:
 @pytest.mark.parametrize("num_lines", [0, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_both_ways_give_the_same_bits(name: str, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba")
     pair, settings, scale = CASES[name]
     compiled = Run(PAIRS[pair][0], {"lr": 0.001, **settings}).go(150, scale=scale, num_lines=num_lines)
     use_arrays(monkeypatch)

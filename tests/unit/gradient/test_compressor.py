@@ -8,7 +8,7 @@ import pytest
 from shade.errors import ConfigError
 from shade.gradient._compress.compressor import Key, Sparse, check, wanted_count
 from shade.gradient._engine.density import WarmUp
-from shade.gradient._kernels.arrays import ALIGNMENT_BYTES, aligned_zeros
+from shade.gradient._kernels.lines import ALIGNMENT_BYTES, aligned_zeros
 
 
 def test_a_key_draws_evenly_and_always_the_same() -> None:

@@ -1,21 +1,25 @@
-"""Every way to walk along a bucket gives the same bits, and the slower ones are there when the fast ones are not."""
+"""The compiled loops give the bits of the oracle, on every processor; without a compiler they are refused by name."""
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 
+from shade.errors import ConfigError
 from shade.gradient._compress.correction import AdamCorrection
-from shade.gradient._kernels import choice
-from shade.gradient._kernels.arrays import LINE, OVERFLOW, TILE, aligned_zeros, as_lines
-from shade.gradient._kernels.choice import ARRAYS, Kernels, candidates, prepare
+from shade.gradient._kernels import build as building
+from shade.gradient._kernels.build import build, prepare
+from shade.gradient._kernels.lines import LINE, OVERFLOW, TILE, aligned_zeros, as_lines
+from tests.support import kernel_oracle as oracle
 
+WAYS = {"numpy": oracle, "numba": prepare()}
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 33)
 
 
@@ -26,7 +30,7 @@ def bucket(size: int) -> tuple[np.ndarray, np.ndarray]:
     return room[0, 1:], room[1, 1:]
 
 
-def elements(way: Kernels, size: int, threshold: float, room: int | None = None) -> tuple[bytes, ...] | int:
+def elements(way: Any, size: int, threshold: float, room: int | None = None) -> tuple[bytes, ...] | int:
     """All that a walk for elements leaves behind."""
     gradient_D, residual_D = bucket(size)
     rest_D, room = aligned_zeros(size), size + TILE if room is None else room
@@ -35,7 +39,7 @@ def elements(way: Kernels, size: int, threshold: float, room: int | None = None)
     return count if count == OVERFLOW else (places[:count].tobytes(), values[:count].tobytes(), rest_D.tobytes())
 
 
-def lines(way: Kernels, size: int, threshold: float, room: int | None = None) -> tuple[bytes, ...] | int:
+def lines(way: Any, size: int, threshold: float, room: int | None = None) -> tuple[bytes, ...] | int:
     """All that a walk for lines leaves behind."""
     gradient_D, residual_D = bucket(size)
     rest_D, room = aligned_zeros(size), (size + TILE) // LINE + 1 if room is None else room
@@ -46,7 +50,7 @@ def lines(way: Kernels, size: int, threshold: float, room: int | None = None) ->
     return places[:count].tobytes(), values[: count * LINE].tobytes(), rest_D.tobytes()
 
 
-def momentum(way: Kernels, size: int) -> bytes:
+def momentum(way: Any, size: int) -> bytes:
     """What a step of momentum leaves behind."""
     velocity_D, gradient_D = bucket(size)
     gained_D = aligned_zeros(size)
@@ -59,10 +63,10 @@ def test_every_way_gains_the_same_momentum(size: int) -> None:
     """Rounded after the product and after the sum: nowhere fused into one."""
     velocity_D, gradient_D = bucket(size)
     expected = (np.float32(0.9) * velocity_D + gradient_D).tobytes()
-    assert [momentum(way, size) for way in candidates()] == [expected] * len(candidates())
+    assert [momentum(way, size) for way in WAYS.values()] == [expected] * len(WAYS)
 
 
-def adam(way: Kernels, size: int) -> bytes:
+def adam(way: Any, size: int) -> bytes:
     """What a step of Adam's moments leaves behind."""
     first_D, second_D = bucket(size)
     results = np.empty((3, size), dtype=np.float32)
@@ -74,7 +78,7 @@ def adam(way: Kernels, size: int) -> bytes:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_way_gains_the_same_moments(size: int) -> None:
-    assert {adam(way, size) for way in candidates()} == {adam(ARRAYS, size)}
+    assert {adam(way, size) for way in WAYS.values()} == {adam(oracle, size)}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -82,8 +86,8 @@ def test_without_a_first_moment_all_else_is_the_same(size: int) -> None:
     gradient_D, second_D = bucket(size)
     coefficients = AdamCorrection((0.0, 0.999)).coefficients(3)
     _, expected_D, direction_D = expected = np.empty((3, size), dtype=np.float32)
-    ARRAYS.gain_adam(np.zeros(size, np.float32), second_D**2, gradient_D, coefficients, *expected)
-    for way in candidates():
+    oracle.gain_adam(np.zeros(size, np.float32), second_D**2, gradient_D, coefficients, *expected)
+    for way in WAYS.values():
         found = np.empty((2, size), dtype=np.float32)
         way.gain_second(second_D**2, gradient_D, coefficients, *found)
         assert found.tobytes() == np.stack([expected_D, direction_D]).tobytes()
@@ -92,8 +96,8 @@ def test_without_a_first_moment_all_else_is_the_same(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("threshold", [0.0, 0.7, 2.5, np.inf])
 def test_every_way_finds_the_same_elements(size: int, threshold: float) -> None:
-    expected = elements(ARRAYS, size, threshold)
-    assert [elements(way, size, threshold) for way in candidates()] == [expected] * len(candidates())
+    expected = elements(oracle, size, threshold)
+    assert [elements(way, size, threshold) for way in WAYS.values()] == [expected] * len(WAYS)
     gradient_D, residual_D = bucket(size)
     sum_D = gradient_D + residual_D
     is_picked = np.abs(sum_D) >= np.float32(threshold)
@@ -107,13 +111,13 @@ def test_every_way_finds_the_same_elements(size: int, threshold: float) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("threshold", [0.0, 1.5, 4.0, np.inf])
 def test_every_way_finds_the_same_lines(size: int, threshold: float) -> None:
-    expected = lines(ARRAYS, size, threshold)
-    assert [lines(way, size, threshold) for way in candidates()] == [expected] * len(candidates())
+    expected = lines(oracle, size, threshold)
+    assert [lines(way, size, threshold) for way in WAYS.values()] == [expected] * len(WAYS)
     gradient_D, residual_D = bucket(size)
     sum_L = as_lines(gradient_D + residual_D)
-    is_picked = ARRAYS.line_energy(sum_L, np.float32(0.25)) >= np.float32(threshold)
+    is_picked = oracle.line_energy(sum_L, np.float32(0.25)) >= np.float32(threshold)
     np.testing.assert_allclose(
-        ARRAYS.line_energy(sum_L, np.float32(0.25)), (sum_L.astype(np.float64) ** 2).sum(axis=1) / 16, rtol=1e-5
+        oracle.line_energy(sum_L, np.float32(0.25)), (sum_L.astype(np.float64) ** 2).sum(axis=1) / 16, rtol=1e-5
     )
     assert isinstance(expected, tuple)
     assert expected[0] == np.flatnonzero(is_picked).astype(np.uint32).tobytes()
@@ -121,8 +125,8 @@ def test_every_way_finds_the_same_lines(size: int, threshold: float) -> None:
     assert expected[2] == np.where(is_picked[:, None], np.float32(0), sum_L).reshape(-1)[:size].tobytes()
 
 
-@pytest.mark.parametrize("way", candidates(), ids=lambda way: way.name)
-def test_nothing_is_written_beyond_the_room(way: Kernels) -> None:
+@each_way
+def test_nothing_is_written_beyond_the_room(way: Any) -> None:
     size = 3 * TILE + 33
     assert elements(way, size, 0.0, room=size - 1) == OVERFLOW
     assert elements(way, size, 0.0, room=TILE) == OVERFLOW
@@ -135,10 +139,10 @@ def test_nothing_is_written_beyond_the_room(way: Kernels) -> None:
     assert (values[2 * TILE :] == 7).all()
 
 
-@pytest.mark.parametrize("way", candidates(), ids=lambda way: way.name)
+@each_way
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, 5, TILE + 3, TILE + 20])
-def test_what_is_not_finite_is_always_picked(way: Kernels, bad: float, place: int) -> None:
+def test_what_is_not_finite_is_always_picked(way: Any, bad: float, place: int) -> None:
     size = TILE + 21
     gradient_D, residual_D = bucket(size)
     gradient_D[place] = bad
@@ -150,18 +154,18 @@ def test_what_is_not_finite_is_always_picked(way: Kernels, bad: float, place: in
     assert not np.isfinite(values[:LINE]).all()
 
 
-@pytest.mark.parametrize("way", candidates(), ids=lambda way: way.name)
-def test_samples_are_the_lines_asked_for(way: Kernels) -> None:
+@each_way
+def test_samples_are_the_lines_asked_for(way: Any) -> None:
     gradient_D, residual_D = bucket(1000)
     sample_L = np.zeros((len(range(2, 62, 7)), LINE), dtype=np.float32)
     way.add_sample(gradient_D, residual_D, 2, 7, sample_L)
     np.testing.assert_array_equal(sample_L, (gradient_D + residual_D)[:992].reshape(-1, LINE)[2::7])
     energy_L = way.line_energy(sample_L, np.float32(0.5))
-    np.testing.assert_array_equal(energy_L, ARRAYS.line_energy(sample_L, np.float32(0.5)))
+    np.testing.assert_array_equal(energy_L, oracle.line_energy(sample_L, np.float32(0.5)))
 
 
-@pytest.mark.parametrize("way", candidates(), ids=lambda way: way.name)
-def test_elements_are_named_and_losses_kept(way: Kernels) -> None:
+@each_way
+def test_elements_are_named_and_losses_kept(way: Any) -> None:
     named = np.zeros((2, LINE), dtype=np.uint32)
     way.name_elements(np.array([1, 2**28 - 1], dtype=np.uint32), named)
     assert named.tolist() == [list(range(16, 32)), list(range(2**32 - 16, 2**32))]
@@ -172,9 +176,9 @@ def test_elements_are_named_and_losses_kept(way: Kernels) -> None:
     assert rest_D.tolist() == [7, 7, 0, 7, 7, 7, 7, 0, -0.25]
 
 
-@pytest.mark.parametrize("way", candidates(), ids=lambda way: way.name)
+@each_way
 @pytest.mark.parametrize("unit", [1, LINE])
-def test_what_is_too_much_goes_back(way: Kernels, unit: int) -> None:
+def test_what_is_too_much_goes_back(way: Any, unit: int) -> None:
     """The bucket's last line is a short one: what is filled up there goes nowhere."""
     size = 20 * unit - (unit - 1)
     rest_D, places = np.zeros(size + 1, dtype=np.float32), np.array([1, 3, 8, 19], dtype=np.uint32)
@@ -190,45 +194,41 @@ def test_what_is_too_much_goes_back(way: Kernels, unit: int) -> None:
     assert rest_D[size] == 0
 
 
-def test_without_a_compiler_numpy_walks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_the_loops_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "_built", {})
     monkeypatch.setitem(sys.modules, "shade.gradient._kernels.loops", None)
-    monkeypatch.setattr(choice, "_chosen", None)
-    with caplog.at_level(logging.INFO, logger="shade.gradient"):
-        assert prepare() is ARRAYS
-    assert "compressed by numpy" in caplog.text
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "cannot be compiled here (ModuleNotFoundError" in warning
-    assert "install another version of numba" in warning
+    cure = "expected numba to compile shade.gradient._kernels.loops, got 'ModuleNotFoundError.*another version"
+    with pytest.raises(ConfigError, match=cure):
+        prepare()
+    with pytest.raises(ConfigError, match="has no attribute 'probe'"):
+        build("lines")
+    monkeypatch.undo()
+    assert prepare() is WAYS["numba"], "after the cure it works"
 
 
 @pytest.mark.parametrize("loops", ["loops", "index_loops", "step_loops"])
 def test_every_module_of_loops_compiles_with_the_numba_that_is_installed(loops: str) -> None:
-    """Else numpy runs it, and every other test passes with numpy, too: llvmlite 0.50 broke Adam's steps that way."""
-    twin = object()
-    assert choice.choose(f"shade.gradient._kernels.{loops}", twin) is not twin
+    assert build(loops).__name__ == f"shade.gradient._kernels.{loops}"
 
 
 def test_threads_that_ask_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[None] = []
-    monkeypatch.setattr(choice, "_chosen", None)
-    monkeypatch.setattr(choice, "candidates", lambda: asked.append(None) or [ARRAYS])
+    asked: list[str] = []
+    monkeypatch.setattr(building, "_built", {})
+    monkeypatch.setattr(building, "_build", lambda name: asked.append(name) or oracle)
     with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(lambda _: prepare().name, range(8))) == {"numpy"}
-    assert len(asked) == 1
+        assert set(pool.map(lambda _: prepare(), range(8))) == {oracle}
+    assert asked == ["shade.gradient._kernels.loops"]
 
 
 PROGRAM = """
 import numpy as np
-from tests.unit.gradient.test_kernels import SIZES, adam, elements, lines, momentum
-from shade.gradient._kernels.choice import ARRAYS, candidates
-ways = candidates()
-assert len(ways) == 2, ways
+from tests.unit.gradient.test_kernels import SIZES, WAYS, adam, elements, lines, momentum
+oracle, loops = WAYS.values()
 for size in SIZES:
-    for way in ways:
-        assert elements(way, size, 2.5) == elements(ARRAYS, size, 2.5), (way.name, size)
-        assert lines(way, size, 4.0) == lines(ARRAYS, size, 4.0), (way.name, size)
-        assert momentum(way, size) == momentum(ARRAYS, size), (way.name, size)
-        assert adam(way, size) == adam(ARRAYS, size), (way.name, size)
+    assert elements(loops, size, 2.5) == elements(oracle, size, 2.5), size
+    assert lines(loops, size, 4.0) == lines(oracle, size, 4.0), size
+    assert momentum(loops, size) == momentum(oracle, size), size
+    assert adam(loops, size) == adam(oracle, size), size
 """
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from shade.errors import PayloadError
 from shade.gradient._comm import message
-from shade.gradient._kernels.choice import choose
+from tests.support import kernel_oracle
 
 
 @pytest.fixture(params=["numba", "numpy"])
 def _loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        monkeypatch.setattr(message, "loops", lambda: message.IndexArrays)
-    else:
-        pytest.importorskip("numba")
+        monkeypatch.setattr(message, "build", lambda _: kernel_oracle)
 
 
 def drawn(size: int, density: float, seed: int = 0) -> npt.NDArray[np.uint32]:
@@ -57,13 +52,11 @@ def test_an_index_takes_little_more_than_a_byte(density: float, most_bytes: floa
 
 
 def test_both_ways_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba")
-    assert message.loops() is not message.IndexArrays
     for density in (0.9, 0.01, 0.00003):
         given = drawn(3_000_000, density, seed=1)
         compiled = message.encode(given)
         with monkeypatch.context() as forced:
-            forced.setattr(message, "loops", lambda: message.IndexArrays)
+            forced.setattr(message, "build", lambda _: kernel_oracle)
             np.testing.assert_array_equal(message.encode(given), compiled)
 
 
@@ -95,14 +88,3 @@ def test_an_index_out_of_range_is_refused() -> None:
     past = np.concatenate([np.full(2, 255, np.uint8), np.full(8, 255, np.uint8)])
     with pytest.raises(PayloadError, match="indices below 4294967296, got 8589934591"):
         message.decode(past, 2)
-
-
-def test_loops_that_do_not_compile_leave_the_arrays(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("WARNING", "shade.gradient")
-    twin: Any = functools
-    assert choose("shade.gradient._kernels.no_such_loops", twin) is twin
-    assert choose("shade.gradient._kernels.choice", twin) is twin  # a module without a probe
-    assert [record.message.partition(" cannot be compiled here")[0] for record in caplog.records] == [
-        "shade.gradient._kernels.no_such_loops",
-        "shade.gradient._kernels.choice",
-    ]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shade.gradient._compress.compressor import COMPRESSORS, Key
-from shade.gradient._kernels.arrays import aligned_zeros
+from shade.gradient._kernels.lines import aligned_zeros
 
 
 @pytest.mark.parametrize(("size", "density"), [(100, 0.1), (103, 0.1), (103, 0.4)])

@@ -30,8 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def _loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
         use_arrays(monkeypatch)
-    else:
-        pytest.importorskip("numba")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -63,7 +61,6 @@ def test_momentum_may_be_scheduled_too() -> None:
 @pytest.mark.parametrize("num_lines", [0, 3])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_both_ways_give_the_same_bits(name: str, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba")
     settings = {"lr": 0.02, **SETTINGS[name]}
     compiled = Run(SparseSGD, settings).go(150, num_lines=num_lines)
     use_arrays(monkeypatch)

@@ -9,14 +9,13 @@ from shade.errors import ConfigError, PayloadError
 from shade.gradient._comm import sparse_all_reduce as merging
 from shade.gradient._comm.sparse_all_reduce import merge
 from shade.gradient._compress.compressor import Sparse
+from tests.support import kernel_oracle
 
 
 @pytest.fixture(params=["numba", "numpy"])
 def _loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        monkeypatch.setattr(merging, "loops", lambda: merging.MergeArrays)
-    else:
-        pytest.importorskip("numba")
+        monkeypatch.setattr(merging, "build", lambda _: kernel_oracle)
 
 
 def drawn(size: int, count: int, seed: int) -> Sparse:

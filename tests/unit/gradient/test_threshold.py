@@ -11,7 +11,7 @@ from shade.gradient._compress.compressor import COMPRESSORS, Key
 from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._compress.threshold import ThresholdCompressor, are_largest
-from shade.gradient._kernels.arrays import aligned_zeros
+from shade.gradient._kernels.lines import aligned_zeros
 from shade.types import Floats
 
 SIZE, NUM_STEPS, DENSITY = 200_000, 25, 0.01

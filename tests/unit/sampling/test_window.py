@@ -42,7 +42,7 @@ def test_it_depends_on_the_set_the_seed_and_the_epoch_alone(monkeypatch: pytest.
 
 
 def test_the_order_of_a_seed_stays_what_it_is() -> None:
-    """A saved run of an older version must find the later epochs that it would have had."""
+    """A saved run must find the later epochs that it would have had."""
     found = ordered(np.arange(N, dtype=np.int32), 1000)
     assert xxhash.xxh3_64_hexdigest(found.tobytes()) == "29212d0e8d7145b3"
 

@@ -134,7 +134,7 @@ def loader(rank: int, world_size: int) -> None:
     pictures = ImageFolder(f"{os.environ[FOLDER]}/pictures")
     with contextlib.closing(ShadeDataset(pictures, os.environ[STORE], transform=ToTensor())) as dataset:
         sampler = ShadeSampler(dataset, batch_size=BATCH, seed=0)
-        for _, _, indices in ShadeLoader(dataset, batch_size=BATCH, sampler=sampler, num_workers=2):
+        for _, _, indices in ShadeLoader(dataset, batch_size=BATCH, sampler=sampler, num_workers=0):
             sampler.report(indices, torch.ones(len(indices)))
         sampler.close()
 

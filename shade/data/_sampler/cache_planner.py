@@ -7,7 +7,7 @@ there. While other jobs use the cache, too, the exact plan rests, and `shade.cac
 
 In a cluster each rank gets what its own host keeps. A cluster says which of its servers has which key; a rank knows
 which servers are on its machine, because it can bind a socket to their addresses. Ranks near the same servers are one
-host. After that `shade.sampling.shards.redeal` deals every global batch by arithmetic alone. Batches are dealt by
+host. After that `shade.sampling.dealing.redeal` deals every global batch by arithmetic alone. Batches are dealt by
 position if locality gains nothing (one rank, one server, no server near any rank, or all near all) or if the ranks do
 not see the same cluster as an epoch begins (a slot on the move, a server that does not answer), because they would deal
 differently.
@@ -44,7 +44,7 @@ from shade.data._sampler.rank_shard import agreed_name
 from shade.errors import ConfigError, StoreError
 from shade.policy import POLICIES
 from shade.policy.base import EpochPlan
-from shade.sampling.shards import NOWHERE, redeal
+from shade.sampling.dealing import NOWHERE, redeal
 from shade.types import Bools, Floats, Indices, Order
 
 logger = logging.getLogger("shade.data")

@@ -2,7 +2,7 @@
 brings the order of shards into one in which blocks are read once. `SharedDraws` has the ranks of a machine hold a large
 draw once.
 
-The arithmetic is `shade.sampling.shards`; the shard adds one sampler's numbers, and remembers what was dealt otherwise
+The arithmetic is `shade.sampling.dealing`; the shard adds one sampler's numbers, and remembers what was dealt otherwise
 than by position (`Locality`).
 
 After a resume an epoch is never drawn again, because it came from scores of a moment that is gone. So its whole order
@@ -45,8 +45,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from shade.errors import ConfigError
 from shade.process import enter_folder, exclusive_lock, leave_folder, remove_unused, replacing
 from shade.sampling.base import Draw, Purpose, Receipt, generator, parts, picked
+from shade.sampling.dealing import num_steps, rank_positions, rank_slice
 from shade.sampling.receipt import measure
-from shade.sampling.shards import num_steps, rank_positions, rank_slice
 from shade.sampling.window import windowed
 from shade.types import Floats, Indices, Order
 

@@ -425,7 +425,7 @@ def test_the_command_reports_and_repeats(capsys: pytest.CaptureFixture[str]) -> 
     assert "5 scenarios" in capsys.readouterr().out
     assert main(["--ranks", "1", "--scenario", "3"]) == 0
     told = capsys.readouterr().out
-    assert "operation 0, rank 0: own memory begin" in told
+    assert "operation 0, rank 0: shared memory begin" in told
     assert "1 scenarios" in told
 
 

@@ -138,7 +138,7 @@ class SharedMemoryTier(Tier):
         ConfigError: The folder cannot be made, or belongs to another user.
     """
 
-    name: ClassVar[str] = "own memory"
+    name: ClassVar[str] = "shared memory"
     every_rank_commits: ClassVar[bool] = True
     holds_plain: ClassVar[bool] = True
 

@@ -234,7 +234,7 @@ class Deadline:
             return "storage"
         if forecast.committed_seconds < left:
             return "cluster memory"
-        return "own memory" if forecast.copied_seconds < left else None
+        return "shared memory" if forecast.copied_seconds < left else None
 
     # ── the training thread: saves at the target ────────────────────────────────────────────────────────────────────
 
@@ -328,7 +328,9 @@ class Deadline:
         behind = f" ({left} step{'' if left == 1 else 's'} behind)" if left else ""
         if not handle.committed.done():
             place = (
-                "own memory only, if nothing but this process ends" if handle.is_in_shared_memory else "no tier in time"
+                "shared memory only, if nothing but this process ends"
+                if handle.is_in_shared_memory
+                else "no tier in time"
             )
             self._log("%s; step %d%s is in %s", at, handle.step, behind, place)
             return

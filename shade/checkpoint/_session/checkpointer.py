@@ -303,7 +303,7 @@ class Checkpointer:
         """Returns when the save begun last outlives this machine.
 
         Returns:
-            Name of the tier that holds it; ``own memory`` only if there is no other tier.
+            Name of the tier that holds it; ``shared memory`` only if there is no other tier.
 
         Raises:
             CheckpointError: No tier has taken it, and the message says why; or no save was begun.

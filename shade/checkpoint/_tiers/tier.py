@@ -43,7 +43,7 @@ class Tier(ABC):
     """
 
     name: ClassVar[str]
-    """``own memory`` (shared memory), ``cluster memory`` or ``storage``: as it is printed and recorded."""
+    """``shared memory``, ``cluster memory`` or ``storage``: as it is printed and recorded."""
     every_rank_commits: ClassVar[bool] = False
     """True if the record has to be written on each machine, and so by each rank."""
     is_durable: ClassVar[bool] = False

@@ -84,7 +84,7 @@ def _wholeness(tier: Tier) -> Iterator[str]:
 
 
 def _own(stage: SharedMemoryTier, place: str, ranks: Iterable[int]) -> list[int]:
-    """In own memory each rank's record speaks of its own shard alone: the ranks that have one."""
+    """In shared memory each rank's record speaks of its own shard alone: the ranks that have one."""
     return [rank for rank in ranks if (stage.folder / f"rank-{rank}.{place}.commit").exists()]
 
 

@@ -116,7 +116,9 @@ def test_a_failed_save_is_logged_each_time_and_the_next_one_is_tried(
     for step in (10, 20):
         with pytest.raises(CheckpointError, match="cluster memory: no memory left; storage: no space left"):
             rig.send(step).committed.result()
-        assert [record.step for record in rig.shared_memory.held().values()] == [step], "own memory has it all the same"
+        assert [record.step for record in rig.shared_memory.held().values()] == [step], (
+            "shared memory has it all the same"
+        )
     assert [each for each in warnings_of(caplog) if each.startswith("step")] == [
         f"step {step} is not saved: cluster memory: no memory left; storage: no space left" for step in (10, 20)
     ]
@@ -146,7 +148,7 @@ def test_one_that_may_not_save_does_not(open_rig: Callable[..., Rig]) -> None:
     assert rig.memory.done == rig.storage.done == []
 
 
-def test_own_memory_alone_is_enough_where_there_is_nothing_else(open_rig: Callable[..., Rig]) -> None:
+def test_shared_memory_alone_is_enough_where_there_is_nothing_else(open_rig: Callable[..., Rig]) -> None:
     rig = open_rig(has_memory=False, has_storage=False)
     assert rig.send(10).committed.result().tier is rig.shared_memory
 

@@ -270,7 +270,7 @@ def unregister_file_memory(descriptor: int) -> None:
     _file_memory.pop(descriptor, None)
 
 
-def place_in_file(piece: bytes | bytearray | memoryview) -> tuple[int, int] | None:
+def position_in_file(piece: bytes | bytearray | memoryview) -> tuple[int, int] | None:
     """Returns the descriptor and the offset of the file that a piece lies in; None if it lies in none."""
     if not _file_memory or not isinstance(piece, memoryview) or piece.readonly:
         return None

@@ -302,7 +302,7 @@ class SampleCache:
         self,
         verdict: Verdict,
         index_G: Indices,
-        places: Indices | slice,
+        positions: Indices | slice,
         rank: int,
         world_size: int,
         *,
@@ -311,11 +311,13 @@ class SampleCache:
     ) -> None:
         """Writes a verdict to the residency map, just before this rank's part of the batch is fetched.
 
-        ``places`` are this rank's in the global batch; it removes every ``world_size``-th of the victims. ``near_G``
+        ``positions`` are this rank's in the global batch; it removes every ``world_size``-th of the victims. ``near_G``
         and ``ending`` are as for `ResidencyMap.post`.
         """
-        near_B = None if near_G is None else near_G[places]
-        self.residency.post(index_G[places], verdict.hit_B[places], verdict.stay_B[places], near_B, ending=ending)
+        near_B = None if near_G is None else near_G[positions]
+        self.residency.post(
+            index_G[positions], verdict.hit_B[positions], verdict.stay_B[positions], near_B, ending=ending
+        )
         if len(verdict.victims):
             self.remove(verdict.victims[rank::world_size])
 

@@ -152,14 +152,14 @@ class Fetch:
 
     def _look_up(self, own: list[int], elsewhere: list[int]) -> LookUp:
         """Looks for samples in this job's slots and elsewhere, checks their entries, and strikes off what is gone."""
-        places, owned = self._slots.places(own, elsewhere), self._residency.owned_slots
+        lookups, owned = self._slots.lookups(own, elsewhere), self._residency.owned_slots
         try:
-            entries = self._store.get_many(self._slots.names(places))
+            entries = self._store.get_many(self._slots.names(lookups))
         except StoreError as error:
             self.failed(error)
             return LookUp(failed=True)
         looked, spoilt, num_corrupt = LookUp(), [], 0
-        for (index, slot), entry in zip(places, entries, strict=True):
+        for (index, slot), entry in zip(lookups, entries, strict=True):
             if entry is None or index in looked.found:
                 continue
             try:

@@ -262,14 +262,14 @@ class EntryNames:
         """Returns every name under which this job may have these samples."""
         return [name for slot in self._residency.owned_slots for name in self.of(slot).many(indices)]
 
-    def places(self, own: Sequence[int], elsewhere: Sequence[int]) -> list[tuple[int, int]]:
+    def lookups(self, own: Sequence[int], elsewhere: Sequence[int]) -> list[tuple[int, int]]:
         """Returns (sample index, slot) for each place to look in: ``own`` samples in this job's slots first, then those
         ``elsewhere``."""
         residency = self._residency
         mine = [(index, slot) for slot in residency.owned_slots for index in own]
         return mine + [(index, slot) for slot in residency.other_slots for index in elsewhere]
 
-    def names(self, places: Iterable[tuple[int, int]]) -> list[str]:
-        """Returns the keys of `places`."""
+    def names(self, lookups: Iterable[tuple[int, int]]) -> list[str]:
+        """Returns the keys of `lookups`."""
         keys = {slot: self.of(slot) for slot in (*self._residency.owned_slots, *self._residency.other_slots)}
-        return [keys[slot].key(index) for index, slot in places]
+        return [keys[slot].key(index) for index, slot in lookups]

@@ -231,8 +231,8 @@ def suggest(space: Space, tried: Sequence[tuple[Point, float | None]], *, seed: 
             return point
     # Measuring a point twice teaches less than a random new one, and both would write to the same log.
     draw = np.random.default_rng([seed, 1, len(tried)])
-    places = draw.random((_MOST_DRAWS, 2))
-    points = [space.point(float(across), float(up)) for across, up in places]
+    positions = draw.random((_MOST_DRAWS, 2))
+    points = [space.point(float(across), float(up)) for across, up in positions]
     return next((point for point in points if point not in known), points[0])
 
 
@@ -273,8 +273,8 @@ def _surface(
         warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound: that side does not matter
         model.fit([space.unit(point) for point, _ in measured], [gain for _, gain in measured])
     num_batches, num_densities = _GRID
-    batches = sorted({space.point(float(place), 0.0).batch for place in np.linspace(0, 1, num_batches)})
-    densities = sorted({space.point(0.0, float(place)).density for place in np.linspace(0, 1, num_densities)})
+    batches = sorted({space.point(float(position), 0.0).batch for position in np.linspace(0, 1, num_batches)})
+    densities = sorted({space.point(0.0, float(position)).density for position in np.linspace(0, 1, num_densities)})
     gains = model.predict([space.unit(Point(batch, density)) for batch in batches for density in densities])
     return batches, densities, np.reshape(gains, (len(batches), len(densities)))
 

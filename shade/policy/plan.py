@@ -231,9 +231,9 @@ def last_uses(order_K: Order, groups_N: Sequence[Bools]) -> list[npt.NDArray[np.
     for number, members_N in enumerate(groups_N):
         group_N[members_N] = number
     last_N = np.empty(len(group_N), dtype=np.int32)
-    place_K = np.arange(len(order_K), dtype=np.int32)
-    last_N[order_K] = place_K
-    group_K = np.where(last_N[order_K] == place_K, group_N[order_K], np.int8(-1))
+    position_K = np.arange(len(order_K), dtype=np.int32)
+    last_N[order_K] = position_K
+    group_K = np.where(last_N[order_K] == position_K, group_N[order_K], np.int8(-1))
     return [np.flatnonzero(group_K == number).astype(np.int32) for number in range(len(groups_N))]
 
 
@@ -271,9 +271,9 @@ def earliest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
     for start in range(0, len(chosen_C), PART):  # a list of all would take ten times the bytes of the arrays
         part = slice(start, start + PART)
         both = zip(size_bytes_C[part].tolist(), room_bytes_C[part].tolist(), strict=True)
-        for place, (size, room) in enumerate(both, start):
+        for position, (size, room) in enumerate(both, start):
             if taken_bytes + size <= room:
-                chosen_C[place] = True
+                chosen_C[position] = True
                 taken_bytes += size
     return chosen_C
 

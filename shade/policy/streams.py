@@ -44,7 +44,7 @@ class Stream:
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
-        self._place_N: dict[int, npt.NDArray[np.int32]] = {}
+        self._position_N: dict[int, npt.NDArray[np.int32]] = {}
         self._length: dict[int, int] = {}
         self.epoch = 0
         """The present epoch."""
@@ -56,33 +56,33 @@ class Stream:
     @property
     def epochs(self) -> list[int]:
         """Returns the epochs whose order is known."""
-        return sorted(self._place_N)
+        return sorted(self._position_N)
 
     def learn(self, epoch: int, order_K: Order) -> None:
         """Takes in the order of an epoch, from its first access to its last; of repeats the last counts."""
-        place_N = np.full(self._num_samples, _ABSENT, dtype=np.int32)
-        place_N[order_K] = np.arange(len(order_K), dtype=np.int32)
-        self._place_N[epoch], self._length[epoch] = place_N, len(order_K)
+        position_N = np.full(self._num_samples, _ABSENT, dtype=np.int32)
+        position_N[order_K] = np.arange(len(order_K), dtype=np.int32)
+        self._position_N[epoch], self._length[epoch] = position_N, len(order_K)
 
     def move(self, epoch: int, cursor: int) -> None:
         """Sets the job's present epoch and position, and forgets epochs that are over."""
         self.epoch, self.cursor = epoch, cursor
-        for over in [known for known in self._place_N if known < epoch]:
-            del self._place_N[over], self._length[over]
+        for over in [known for known in self._position_N if known < epoch]:
+            del self._position_N[over], self._length[over]
 
     def seconds_to(self, index_B: Indices) -> Seconds:
         """Returns (B,) seconds until this job uses each sample next; `NEVER` if no known order says."""
         wait_B = np.full(len(index_B), NEVER)
         later = self._length.get(self.epoch, 0) - self.cursor
-        following_N = self._place_N.get(self.epoch + 1)
+        following_N = self._position_N.get(self.epoch + 1)
         if following_N is not None and self.epoch in self._length:
-            place_B = following_N[index_B]
-            np.copyto(wait_B, place_B + later, where=place_B >= 0)
-        present_N = self._place_N.get(self.epoch)
+            position_B = following_N[index_B]
+            np.copyto(wait_B, position_B + later, where=position_B >= 0)
+        present_N = self._position_N.get(self.epoch)
         if present_N is not None:
-            place_B = present_N[index_B]
+            position_B = present_N[index_B]
             # The present epoch overwrites the next one: it comes first.
-            np.copyto(wait_B, place_B - self.cursor, where=place_B >= self.cursor)
+            np.copyto(wait_B, position_B - self.cursor, where=position_B >= self.cursor)
         return wait_B / self.rate
 
 

@@ -52,25 +52,25 @@ Starts = npt.NDArray[np.int64]
 
 
 @compiled
-def _mixed(key: Any, place: Any) -> Any:
-    """Returns the random 64 bits that belong to a key and a place: SplitMix64's ``place``-th number."""
-    mixed = key + (np.uint64(place) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+def _mixed(key: Any, position: Any) -> Any:
+    """Returns the random 64 bits that belong to a key and a place: SplitMix64's ``position``-th number."""
+    mixed = key + (np.uint64(position) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 
 
 @compiled
-def _below(bound: Any, key: Any, place: Any) -> Any:
+def _below(bound: Any, key: Any, position: Any) -> Any:
     """Returns a random number below ``bound``, which is less than 2**20."""
-    return np.int64(((_mixed(key, place) >> np.uint64(20)) * np.uint64(bound)) >> np.uint64(44))
+    return np.int64(((_mixed(key, position) >> np.uint64(20)) * np.uint64(bound)) >> np.uint64(44))
 
 
 @compiled
 def _bucket_starts(num: Any, key: Any, shift: Any, start_M: Any) -> None:
     """Writes where each bucket begins, and at last ``num``, into ``start_M``, which is 0."""
-    for place in range(num):
-        start_M[np.int64(_mixed(key, place) >> shift) + 1] += 1
+    for position in range(num):
+        start_M[np.int64(_mixed(key, position) >> shift) + 1] += 1
     for bucket in range(len(start_M) - 1):
         start_M[bucket + 1] += start_M[bucket]
 
@@ -78,18 +78,18 @@ def _bucket_starts(num: Any, key: Any, shift: Any, start_M: Any) -> None:
 @compiled
 def _scatter(order_K: Any, key: Any, shift: Any, at_M: Any, out_K: Any) -> None:
     """Sends each element (or each place, if ``order_K`` is empty) to its bucket of ``out_K``; moves ``at_M`` there."""
-    for place in range(len(out_K)):
-        bucket = np.int64(_mixed(key, place) >> shift)
-        out_K[at_M[bucket]] = order_K[place] if len(order_K) else place
+    for position in range(len(out_K)):
+        bucket = np.int64(_mixed(key, position) >> shift)
+        out_K[at_M[bucket]] = order_K[position] if len(order_K) else position
         at_M[bucket] += 1
 
 
 @compiled
 def _shuffle(order_K: Any, start: Any, stop: Any, key: Any) -> None:
     """Shuffles one bucket."""
-    for place in range(stop - 1, start, -1):
-        other = start + _below(place - start + 1, key, place)
-        order_K[place], order_K[other] = order_K[other], order_K[place]
+    for position in range(stop - 1, start, -1):
+        other = start + _below(position - start + 1, key, position)
+        order_K[position], order_K[other] = order_K[other], order_K[position]
 
 
 @compiled
@@ -103,11 +103,11 @@ def _mark(pair_N: Any, start_M: Any, class_N: Any, end_C: Any, key: Any, line_K:
     num_marked = np.int64(0)
     for bucket in range(len(start_M) - 1):
         start, stop = start_M[bucket], start_M[bucket + 1]
-        for place in range(stop - 1, start, -1):
-            other = start + _below(place - start + 1, key, place)
-            pair_N[place], pair_N[other] = pair_N[other], pair_N[place]
-        for place in range(start, stop):
-            pair = pair_N[place]
+        for position in range(stop - 1, start, -1):
+            other = start + _below(position - start + 1, key, position)
+            pair_N[position], pair_N[other] = pair_N[other], pair_N[position]
+        for position in range(start, stop):
+            pair = pair_N[position]
             sample = pair & np.int64(0xFFFFFFFF)
             group = np.int64(class_N[sample]) if len(class_N) else 0
             end = end_C[group] + (pair >> 32)
@@ -137,8 +137,8 @@ def _wanted(score_N: Any, seen_N: Any, class_N: Any, floor_C: Any, per_cap: Any,
 def _units(start: Any, inclusion: Any, rest: Any, unit_B: Any) -> Any:
     """Writes the probabilities of the samples from ``start`` on into ``unit_B``; returns what is left of ``rest``."""
     score_N, seen_N, class_N, floor_C, per_cap, smallest_root, scale, _ = inclusion
-    for place in range(len(unit_B)):
-        sample = start + place
+    for position in range(len(unit_B)):
+        sample = start + position
         least = np.int64(ONE)
         if seen_N[sample]:
             least = np.int64(floor_C[np.int64(class_N[sample]) if len(class_N) else 0])
@@ -148,7 +148,7 @@ def _units(start: Any, inclusion: Any, rest: Any, unit_B: Any) -> Any:
             moved = min(np.int64(ONE) - units, rest) if rest > 0 else max(least - units, rest)
             units += moved
             rest -= moved
-        unit_B[place] = units
+        unit_B[position] = units
     return rest
 
 
@@ -159,9 +159,9 @@ def _scatter_units(inclusion: Any, key: Any, shift: Any, at_M: Any, pair_N: Any)
     for start in range(0, len(pair_N), _BLOCK):
         size = min(_BLOCK, len(pair_N) - start)
         rest = _units(start, inclusion, rest, unit_B[:size])
-        for place in range(size):
-            bucket = np.int64(_mixed(key, start + place) >> shift)
-            pair_N[at_M[bucket]] = np.int64(unit_B[place]) << 32 | (start + place)
+        for position in range(size):
+            bucket = np.int64(_mixed(key, start + position) >> shift)
+            pair_N[at_M[bucket]] = np.int64(unit_B[position]) << 32 | (start + position)
             at_M[bucket] += 1
 
 
@@ -172,8 +172,8 @@ def _add_units(inclusion: Any, size_C: Any) -> None:
     for start in range(0, len(inclusion[0]), _BLOCK):
         size = min(_BLOCK, len(inclusion[0]) - start)
         rest = _units(start, inclusion, rest, unit_B[:size])
-        for place in range(size):
-            size_C[np.int64(class_N[start + place]) if len(class_N) else 0] += np.int64(unit_B[place])
+        for position in range(size):
+            size_C[np.int64(class_N[start + position]) if len(class_N) else 0] += np.int64(unit_B[position])
 
 
 @compiled
@@ -183,8 +183,8 @@ def _fill_weights(inclusion: Any, weight_N: Any) -> None:
     for start in range(0, len(weight_N), _BLOCK):
         size = min(_BLOCK, len(weight_N) - start)
         rest = _units(start, inclusion, rest, unit_B[:size])
-        for place in range(size):
-            weight_N[start + place] = np.float64(ONE) / np.float64(unit_B[place])
+        for position in range(size):
+            weight_N[start + position] = np.float64(ONE) / np.float64(unit_B[position])
 
 
 @compiled
@@ -206,8 +206,8 @@ def _sum_drawn(order_K: Any, weight_N: Any, class_N: Any, drawn_C: Any, sum_SC: 
     Returns Σ weight² and the largest weight over the drawn.
     """
     bit_N = np.zeros((len(weight_N) >> 5) + 1, np.uint32)
-    for place in range(len(order_K)):
-        sample = order_K[place]
+    for position in range(len(order_K)):
+        sample = order_K[position]
         bit_N[sample >> 5] |= np.uint32(1) << np.uint32(sample & 31)
     squares, largest = 0.0, 0.0
     for sample in range(len(weight_N)):

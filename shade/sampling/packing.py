@@ -102,17 +102,17 @@ class SequencePacker:
         while gap > 0:
             while len(self._waiting) < self._window:
                 self._waiting.append((self._number, self._draw(share_S)))
-            place = self._largest(gap) if pieces else self._first()
-            if place is None and gap <= slack:
+            position = self._largest(gap) if pieces else self._first()
+            if position is None and gap <= slack:
                 break
-            cut = place is None
-            place = self._first() if place is None else place
-            drawn, piece = self._waiting[place]
+            cut = position is None
+            position = self._first() if position is None else position
+            drawn, piece = self._waiting[position]
             if cut:
-                self._waiting[place] = drawn, piece._replace(start=piece.start + gap)
+                self._waiting[position] = drawn, piece._replace(start=piece.start + gap)
                 piece = piece._replace(stop=piece.start + gap)
             else:
-                del self._waiting[place]
+                del self._waiting[position]
             pieces.append(piece)
             gap -= piece.stop - piece.start
             _pay(self._packed_credit_S, share_S, piece)
@@ -124,7 +124,9 @@ class SequencePacker:
         if self._number - self._waiting[0][0] >= self._window:
             return 0
         credit_S = self._packed_credit_S
-        return max(range(len(self._waiting)), key=lambda place: (credit_S[self._waiting[place][1].source], -place))
+        return max(
+            range(len(self._waiting)), key=lambda position: (credit_S[self._waiting[position][1].source], -position)
+        )
 
     def _largest(self, gap: int) -> int | None:
         """Returns the largest piece that fits, the oldest of them; None if none does."""

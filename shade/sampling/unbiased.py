@@ -329,5 +329,5 @@ def _classes_together(line_N: Order, class_N: Classes, seed: int, epoch: int) ->
     num_classes = int(class_N.max()) + 1
     place_C = generator(seed, epoch, Purpose.TIES).permutation(num_classes)
     narrow = np.uint16 if num_classes <= 2**16 else np.uint32  # numpy sorts 16 bits by radix: five times faster
-    place_N = place_C.astype(narrow)[class_N[line_N]]
-    return line_N[np.argsort(place_N, kind="stable")]
+    position_N = place_C.astype(narrow)[class_N[line_N]]
+    return line_N[np.argsort(position_N, kind="stable")]

@@ -60,23 +60,23 @@ def windowed(order_K: Order, first_D: Indices, window: int, random: np.random.Ge
     begin_D = np.cumsum(length_D) - length_D
     windowed_K = np.empty_like(order_K)
     mask = random.integers(1 << 31, dtype=np.uint64)  # so that of samples in one place not always the lower is first
-    places = np.empty(0, dtype=np.uint64)
+    positions = np.empty(0, dtype=np.uint64)
     num_done = at = 0
     while at < len(sequence_D):
         stop = max(at + 1, int(np.searchsorted(begin_D, begin_D[at] + PART)))
         lengths, begins = length_D[at:stop], begin_D[at:stop]
         total = int(lengths.sum())
         found = drawn_K[np.arange(total) + np.repeat(bound[sequence_D[at:stop]] - (begins - begins[0]), lengths)]
-        place = random.integers(window, size=total, dtype=np.uint32) + np.repeat(begins, lengths)
-        places = np.concatenate([places, place.astype(np.uint64) << 32 | found.astype(np.uint64) ^ mask])
-        places.sort()
+        position = random.integers(window, size=total, dtype=np.uint32) + np.repeat(begins, lengths)
+        positions = np.concatenate([positions, position.astype(np.uint64) << 32 | found.astype(np.uint64) ^ mask])
+        positions.sort()
         at = stop
         # Samples of later blocks have no place before this one.
         is_last = at == len(sequence_D)
-        num_ready = len(places) if is_last else int(np.searchsorted(places, np.uint64(begin_D[at]) << 32))
-        windowed_K[num_done : num_done + num_ready] = places[:num_ready] & 0xFFFFFFFF ^ mask
+        num_ready = len(positions) if is_last else int(np.searchsorted(positions, np.uint64(begin_D[at]) << 32))
+        windowed_K[num_done : num_done + num_ready] = positions[:num_ready] & 0xFFFFFFFF ^ mask
         num_done += num_ready
-        places = places[num_ready:]
+        positions = positions[num_ready:]
     return windowed_K
 
 
@@ -102,16 +102,16 @@ def block_uses(order_K: Order, first_D: Indices, start: int = 0) -> BlockUses:
     Returns:
         Places count from the order's own begin.
     """
-    num_places = len(order_K)
+    num_positions = len(order_K)
     num_samples = int(order_K.max(initial=-1)) + 1
     block_N = np.repeat(np.arange(len(first_D), dtype=np.int32), np.diff(first_D, append=max(num_samples, first_D[-1])))
-    first_use_D = np.full(len(first_D), num_places, dtype=np.int64)
+    first_use_D = np.full(len(first_D), num_positions, dtype=np.int64)
     last_use_D = np.full(len(first_D), -1, dtype=np.int64)
-    for part in reversed(list(parts(num_places - start))):
+    for part in reversed(list(parts(num_positions - start))):
         block = block_N[order_K[start:][part]]
-        place = start + part.start + np.arange(len(block))
-        first_use_D[block[::-1]] = place[::-1]  # of several, the last that is assigned stays
+        position = start + part.start + np.arange(len(block))
+        first_use_D[block[::-1]] = position[::-1]  # of several, the last that is assigned stays
         is_new = last_use_D[block] < 0
-        last_use_D[block[is_new]] = place[is_new]
+        last_use_D[block[is_new]] = position[is_new]
     sequence = np.argsort(first_use_D, kind="stable")[: int((last_use_D >= 0).sum())]
     return BlockUses(sequence, first_use_D, last_use_D)

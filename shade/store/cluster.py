@@ -102,8 +102,8 @@ class ClusterMember:
         """Parses the reply to ``CLUSTER NODES``, a line a node; an empty host means the node that was asked."""
         members = []
         for line in text.splitlines():
-            name, place, flags, primary, _, _, _, _, *slots = line.split()
-            host, _, port = place.partition("@")[0].rpartition(":")
+            name, endpoint, flags, primary, _, _, _, _, *slots = line.split()
+            host, _, port = endpoint.partition("@")[0].rpartition(":")
             address = host or asked_host, int(port)
             members.append(cls(name, address, frozenset(flags.split(",")), primary, bool(slots)))
         return members
@@ -161,8 +161,8 @@ class ClusterStore(RemoteStore):
                 break
             also_served, work, asking = self._ask(work, asking, commands, outcomes)
             served |= also_served
-        for places in work.values():  # sent from one to another and back: a move that is not finished
-            for position in places:
+        for positions in work.values():  # sent from one to another and back: a move that is not finished
+            for position in positions:
                 outcomes[position] = silent
         if commands and not served:
             self._check_another_serves()
@@ -183,12 +183,12 @@ class ClusterStore(RemoteStore):
             Whether any node served a command; and the redirected commands: work and asking of the next round trip.
         """
         parts = []
-        for address, places in work.items():
-            batch = [commands[position] for position in places]
+        for address, positions in work.items():
+            batch = [commands[position] for position in positions]
             if asking:
                 batch = [
                     word
-                    for position in places
+                    for position in positions
                     for word in (*(_ASKING if position in asking else ()), commands[position])
                 ]
             parts.append((self._node(address), batch))
@@ -196,17 +196,17 @@ class ClusterStore(RemoteStore):
         elsewhere: dict[Address, list[int]] = {}
         moving: set[int] = set()
         seconds: dict[Address, float] = {}
-        for (address, places), (node, batch), answer in zip(work.items(), parts, exchange(parts), strict=True):
+        for (address, positions), (node, batch), answer in zip(work.items(), parts, exchange(parts), strict=True):
             if isinstance(answer, StoreUnavailableError):
                 self._health.failed(address)
-                for position in places:
+                for position in positions:
                     outcomes[position] = answer
                 continue
             seconds[address] = node.took_seconds
-            if len(batch) > len(places):
+            if len(batch) > len(positions):
                 # The replies to ASKING are dropped, so that positions match commands again.
                 answer = [reply for reply, words in zip(answer, batch, strict=True) if words is not _ASKING[0]]
-            for position, outcome in zip(places, answer, strict=True):
+            for position, outcome in zip(positions, answer, strict=True):
                 outcomes[position] = outcome
                 if type(outcome) is ServerError:
                     if outcome.code in _REDIRECTIONS:

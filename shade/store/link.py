@@ -43,7 +43,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from shade.errors import ConfigError, StoreAuthError, StoreTimeoutError, StoreUnavailableError
-from shade.process import place_in_file
+from shade.process import position_in_file
 from shade.store.url import StoreURL, format_address
 from shade.store.wire import Command, GetInto, Reply, ServerError
 from shade.types import Bytes
@@ -137,17 +137,17 @@ class Endpoint:
     def connection(self, timeout_seconds: float) -> Any:
         """Makes redis-py's connection, not yet connected, with a bound of each wait; the caller disconnects it."""
         kind: Callable[..., Any] = Connection
-        place: dict[str, Any] = {"host": self.host, "port": self.port, "socket_keepalive": True}
+        options: dict[str, Any] = {"host": self.host, "port": self.port, "socket_keepalive": True}
         if self.path:
-            kind, place = UnixDomainSocketConnection, {"path": self.path}
+            kind, options = UnixDomainSocketConnection, {"path": self.path}
         elif self.encrypted:
             kind = SSLConnection
-            place |= {"ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key}
-            place["ssl_check_hostname"] = True
+            options |= {"ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key}
+            options["ssl_check_hostname"] = True
         if self.credentials is not None:
-            place["credential_provider"] = credential_provider(self.credentials)
+            options["credential_provider"] = credential_provider(self.credentials)
         return kind(
-            **place,
+            **options,
             db=self.database,
             username=self.username,
             password=self.password,
@@ -363,10 +363,10 @@ class Link:
 
     def _send_from_file(self, piece: Bytes) -> int:
         """Sends a piece that lies in a file, without a copy; returns how many bytes, 0 for any other piece."""
-        place, sent = place_in_file(piece), 0
-        if place is None:
+        region, sent = position_in_file(piece), 0
+        if region is None:
             return 0
-        descriptor, start = place
+        descriptor, start = region
         while sent < len(piece):
             try:
                 count = os.sendfile(self._socket.fileno(), descriptor, start + sent, len(piece) - sent)

@@ -211,7 +211,7 @@ def plant_one_place_a_step(patch: pytest.MonkeyPatch) -> None:
         place = f"{self._run}/step-{step:010d}"
         return place, self._volume.list(f"{place}/")
 
-    patch.setattr(StorageTier, "_free_place", wrong)
+    patch.setattr(StorageTier, "_free_location", wrong)
 
 
 def plant_record_removed_last(patch: pytest.MonkeyPatch) -> None:

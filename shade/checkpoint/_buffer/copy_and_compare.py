@@ -160,8 +160,8 @@ def cut(row_N3: npt.NDArray[np.uintp], piece_bytes: int) -> tuple[npt.NDArray[np
     """Cuts rows of two addresses and a length into pieces; returns the number of each piece's row, and the pieces."""
     count_N = -(-row_N3[:, 2].astype(np.int64) // piece_bytes)
     number_P = np.repeat(np.arange(len(row_N3)), count_N)
-    place_P = np.arange(len(number_P)) - np.repeat(np.cumsum(count_N) - count_N, count_N)
-    offset_P = (place_P * piece_bytes).astype(np.uintp)
+    piece_P = np.arange(len(number_P)) - np.repeat(np.cumsum(count_N) - count_N, count_N)
+    offset_P = (piece_P * piece_bytes).astype(np.uintp)
     first_P, second_P, length_P = row_N3[number_P].T
     width_P = np.minimum(length_P - offset_P, np.uintp(piece_bytes))
     return number_P, np.stack([first_P + offset_P, second_P + offset_P, width_P], axis=1)

@@ -44,13 +44,13 @@ def own_folder(run: str, parent: Path | None = None) -> Path:
 
 
 def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Commit]:
-    """Returns the record of each place in a run's folder; of two records for one place the newer one.
+    """Returns the record of each location in a run's folder; of two records for one location the newer one.
 
     ``damaged`` receives the names of records that cannot be read.
     """
     found: dict[str, Commit] = {}
     for path in sorted(folder.glob("rank-*.commit")):
-        place = path.name.split(".")[1]
+        location = path.name.split(".")[1]
         try:
             record = Commit.parse(path.read_bytes())
         except FileNotFoundError:
@@ -59,8 +59,8 @@ def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Com
             if damaged is not None:
                 damaged.append(path.name)
             continue
-        if record.run == folder.name and (place not in found or record.sequence > found[place].sequence):
-            found[place] = record
+        if record.run == folder.name and (location not in found or record.sequence > found[location].sequence):
+            found[location] = record
     return found
 
 

@@ -6,8 +6,8 @@ writing, so a write is detected, in two ways that cost next to nothing:
 1. PyTorch counts every in-place change of a tensor (``_version``), on any thread, when the operation has ended. Counts
    and addresses at the start, and the first and last item of a CPU tensor, are compared with those after the last copy.
 2. A change through ``.data`` or a numpy view is not counted, nor is one that still runs. So CPU tensors are compared
-   with their copies at the end: in places, and in full once a difference was found (`copy_and_compare`). A write to a
-   whole tensor is found; an uncounted write to a single element only if it lies in such a place. A tensor that is not
+   with their copies at the end: at sampled bytes, and in full once a difference was found (`copy_and_compare`). A write
+   to a whole tensor is found; an uncounted write to a single element only if it lies there. A tensor that is not
    contiguous is compared in full: its copy and a writer go through it in different orders. (On a device, comparing
    would cost a round trip a tensor; there the counts alone are used.)
 
@@ -327,7 +327,7 @@ class Copying:
         self.settle(self._unchecked, helper)
 
     def _first_torn(self, names: Iterable[str], helper: Executor | None) -> str | None:
-        """Returns the first CPU tensor that differs from its copy, in the places that are compared."""
+        """Returns the first CPU tensor that differs from its copy, at the sampled bytes."""
         address = self._buffer.data_ptr()
         plain: dict[str, tuple[torch.Tensor, int]] = {}
         for name in names:

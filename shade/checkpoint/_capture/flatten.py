@@ -211,7 +211,7 @@ class _Flattener:
         if numbers is not None:
             return numbers
         before = path and path + "/"
-        return [self.flatten(each, f"{before}{place}", depth) for place, each in enumerate(value)]
+        return [self.flatten(each, f"{before}{number}", depth) for number, each in enumerate(value)]
 
     def _numbers(self, value: Iterable[Any], path: str) -> Any:
         """Makes a tensor of a long list that holds nothing but int64, or float, or bool; else returns None."""

@@ -75,23 +75,23 @@ class ExCPCodec(LossyDelta):
 
     @override
     def decode_items(self, encoded: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
-        place = 0
+        position = 0
         for _, here in item_ranges(spans):
             length = here.stop - here.start
-            head = encoded[place : place + 2]
+            head = encoded[position : position + 2]
             if len(head) < 2 or head[0] > 1 or head[1] > CENTRES:
                 raise CorruptCheckpointError("expected the centres of a tensor's part, got other bytes")
-            centres_end = place + 2 + 4 * int(head[1])
-            place = centres_end + (length + 1) // 2
-            if place > len(encoded):
+            centres_end = position + 2 + 4 * int(head[1])
+            position = centres_end + (length + 1) // 2
+            if position > len(encoded):
                 raise CorruptCheckpointError(f"expected {length} indices, got too few bytes")
             values = np.zeros(CENTRES + 1, "<f4")
             values[1 : 1 + int(head[1])] = encoded[centres_end - 4 * int(head[1]) : centres_end].view("<f4")
-            pairs = encoded[centres_end:place]
+            pairs = encoded[centres_end:position]
             indices = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:length]
             base_N[here] = base_N[here] + values[indices] if head[0] else values[indices]
-        if place != len(encoded):
-            raise CorruptCheckpointError(f"expected {place} bytes of indices, got {len(encoded)}")
+        if position != len(encoded):
+            raise CorruptCheckpointError(f"expected {position} bytes of indices, got {len(encoded)}")
         return base_N
 
     @override
@@ -258,16 +258,16 @@ def _owners(entries: Mapping[str, TensorEntry], order: list[str]) -> dict[str, d
     """Returns the moments of each weight."""
     weights = [name for name in order if name in entries and not _MOMENT.fullmatch(name)]
     owners: dict[str, dict[str, str]] = {}
-    place, optimizer = 0, None
+    position, optimizer = 0, None
     for (which, _), moments in _moments(entries).items():
         if which != optimizer:
-            place, optimizer = 0, which
+            position, optimizer = 0, which
         shape = next(iter(entries[name].shape for name in moments.values()))
-        later = range(place, len(weights))
+        later = range(position, len(weights))
         match = next(
             (each for each in later if weights[each] not in owners and entries[weights[each]].shape == shape), None
         )
         if match is not None:
             owners[weights[match]] = moments
-            place = match + 1
+            position = match + 1
     return owners

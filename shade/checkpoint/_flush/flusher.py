@@ -226,24 +226,24 @@ class Flusher:
         newest = max((record.sequence for record in stored.values()), default=-1)
         dirty, wanted = self._skip_or_queue(dirty, stored)
         lasting = {record.digest for record in self.keep.lasting.kept(record for _, record in dirty)}
-        for place, record in dirty:
+        for location, record in dirty:
             if record.digest in lasting:
-                self.memory.hold(place)
+                self.memory.hold(location)
         lost: CorruptCheckpointError | None = None
-        for place, record in wanted:
+        for location, record in wanted:
             began = self._clock()
             try:
-                num_bytes = sum(self._make_durable(*each) for each in self._missing_chain(place, record))
+                num_bytes = sum(self._make_durable(*each) for each in self._missing_chain(location, record))
             except _StopRequestedError:
                 return None
             except CorruptCheckpointError as error:
-                if not self.memory.is_dirty(place):  # a newer snapshot has taken the slot
+                if not self.memory.is_dirty(location):  # a newer snapshot has taken the slot
                     continue
                 if record.digest not in self._damaged:
                     logger.error("cannot flush, will try again: %s", error)
                 elif record.sequence < newest and not self.storage.damaged and self.memory.is_complete():
                     logger.error("%s step %d is given up: damaged in every copy in memory", record.run, record.step)
-                    self.memory.mark_clean(place, record.step)
+                    self.memory.mark_clean(location, record.step)
                     continue
                 self._damaged.add(record.digest)
                 lost = error
@@ -269,40 +269,40 @@ class Flusher:
         newest = max((record.sequence for record in durable.values()), default=-1)
         kept = {record.digest for record in self.keep.kept([*durable.values(), *(record for _, record in dirty)])}
         left = []
-        for place, record in dirty:
+        for location, record in dirty:
             if record.digest in durable:
-                self.memory.mark_clean(place, record.step)
+                self.memory.mark_clean(location, record.step)
             elif record.sequence < newest and record.digest not in kept:
                 logger.info("%s step %d is skipped: a newer one is durable", record.run, record.step)
-                self.memory.mark_clean(place, record.step)
+                self.memory.mark_clean(location, record.step)
             else:
-                left.append((place, record))
+                left.append((location, record))
         newest_first = sorted(left, key=lambda each: each[1].sequence, reverse=True)
-        return left, [(place, record) for place, record in newest_first if record.digest in kept]
+        return left, [(location, record) for location, record in newest_first if record.digest in kept]
 
-    def _missing_chain(self, place: str, record: Commit) -> list[tuple[str, Commit]]:
+    def _missing_chain(self, location: str, record: Commit) -> list[tuple[str, Commit]]:
         """Returns a snapshot and those of its bases that storage lacks, the keyframe first."""
         if record.base is None:
-            return [(place, record)]
-        places = {held.digest: (place, held) for place, held in self.memory.held().items()}
+            return [(location, record)]
+        locations = {held.digest: (location, held) for location, held in self.memory.held().items()}
         durable = {held.digest for held in self.storage.held().values()}
-        known = {digest: held for digest, (_, held) in places.items()}
+        known = {digest: held for digest, (_, held) in locations.items()}
         below = [*itertools.takewhile(lambda base: base.digest not in durable, lineage(record, known))]
         missing = (below[-1] if below else record).base
         if missing is not None and missing not in durable:
             raise CorruptCheckpointError(f"step {record.step} builds on a snapshot ({missing}) that is lost")
-        return [*(places[base.digest] for base in reversed(below)), (place, record)]
+        return [*(locations[base.digest] for base in reversed(below)), (location, record)]
 
-    def _make_durable(self, place: str, record: Commit) -> int:
+    def _make_durable(self, location: str, record: Commit) -> int:
         """Writes one snapshot, clears its bit, and returns its bytes."""
-        self.memory.hold(place)
-        num_bytes = self._write(place, record)
-        self.memory.mark_clean(place, record.step)
+        self.memory.hold(location)
+        num_bytes = self._write(location, record)
+        self.memory.mark_clean(location, record.step)
         return num_bytes
 
-    def _write(self, place: str, record: Commit) -> int:
+    def _write(self, location: str, record: Commit) -> int:
         """Writes and commits one snapshot, and returns its bytes."""
-        snapshot = Snapshot(record, (SnapshotSource(self.memory, place),))
+        snapshot = Snapshot(record, (SnapshotSource(self.memory, location),))
         manifests = [self._reader.manifest(snapshot, rank) for rank in range(record.world_size)]
         self._check()
         sizes = [manifest.stored_bytes for manifest in manifests]
@@ -326,7 +326,7 @@ class Flusher:
         finally:
             self._progress.end()
             with contextlib.suppress(StoreError):
-                self.memory.release_hold(place)
+                self.memory.release_hold(location)
         return sum(sizes)
 
     def _count_bytes(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:

@@ -170,14 +170,14 @@ class Manifest:
     def tensors_between(self, first: int, last: int) -> Iterator[tuple[str, TensorEntry]]:
         """Yields name and entry of the tensors that have bytes between ``first`` and ``last``, in order."""
         starts, names = self._order
-        place = max(0, bisect_right(starts, first) - 1)
-        while place and starts[place] == starts[place - 1]:  # behind empty tensors
-            place -= 1
-        while place < len(names) and starts[place] < last:
-            entry = self.tensors[names[place]]
+        number = max(0, bisect_right(starts, first) - 1)
+        while number and starts[number] == starts[number - 1]:  # behind empty tensors
+            number -= 1
+        while number < len(names) and starts[number] < last:
+            entry = self.tensors[names[number]]
             if entry.start < entry.stop and entry.stop > first:
-                yield names[place], entry
-            place += 1
+                yield names[number], entry
+            number += 1
 
     def chunks_of(self, names: Iterable[str]) -> list[int]:
         """Returns the numbers of the chunks that hold some tensors, ascending, each once.

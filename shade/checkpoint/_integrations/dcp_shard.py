@@ -202,8 +202,8 @@ class _Memory:
 
     def view(self, start: int, stop: int) -> memoryview:
         """Returns a view of contiguous bytes."""
-        place = bisect_right(self._starts, start) - 1
-        address = self._runs[place][0] + start - self._starts[place]
+        number = bisect_right(self._starts, start) - 1
+        address = self._runs[number][0] + start - self._starts[number]
         array = (ctypes.c_ubyte * (stop - start)).from_address(address)
         return memoryview(array).cast("B")
 

@@ -263,7 +263,7 @@ def _mapped(value: Any, path: str, on_leaf: Callable[[str, Any], Any], kind: typ
         pairs = ((key, _mapped(each, f"{before}{key}", on_leaf, kind)) for key, each in value.items())
         return OrderedDict(pairs) if type(value) is OrderedDict else dict(pairs)
     if type(value) in (list, tuple):
-        return type(value)(_mapped(each, f"{before}{place}", on_leaf, kind) for place, each in enumerate(value))
+        return type(value)(_mapped(each, f"{before}{number}", on_leaf, kind) for number, each in enumerate(value))
     return copy.deepcopy(value)
 
 

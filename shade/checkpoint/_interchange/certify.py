@@ -74,10 +74,10 @@ def copy_snapshot(reader: Reader, snapshot: Snapshot, target: Tier) -> None:
     if snapshot.base is not None and snapshot.base.record not in target.held().values():
         copy_snapshot(reader, snapshot.base, target)
     manifests = [reader.manifest(snapshot, rank) for rank in range(record.world_size)]
-    place = target.prepare(record.step, [manifest.stored_bytes for manifest in manifests])
+    location = target.prepare(record.step, [manifest.stored_bytes for manifest in manifests])
     for manifest in manifests:
-        target.put(place, Shard(manifest, (content for _, content in reader.chunks(snapshot, manifest))))
-    target.commit(place, record)
+        target.put(location, Shard(manifest, (content for _, content in reader.chunks(snapshot, manifest))))
+    target.commit(location, record)
 
 
 def differences(one: ReadSnapshot, other: ReadSnapshot) -> Iterator[str]:
@@ -115,8 +115,8 @@ def _paths(one: Any, other: Any, path: str) -> Iterator[str]:
         elif content != match:
             yield from _paths(content, match, path)
     elif type(one) is type(other) is list and len(one) == len(other):
-        for place, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-            yield from _paths(mine, theirs, f"{path}/{place}")
+        for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            yield from _paths(mine, theirs, f"{path}/{number}")
     elif one != other:
         yield path or "the state"
 

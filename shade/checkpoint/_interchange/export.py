@@ -90,12 +90,12 @@ def import_state(state: dict[str, Any], tier: Tier, run: str, step: int) -> Comm
     manifest = Manifest(run, step, 0, 1, "none", len(data), layout.entries, entries, tree)
     sequence = Reader([tier]).newest_sequence()
     record = Commit(run, step, sequence + 1, 1, (manifest.digest,), len(data), time.time())
-    place = tier.prepare(step, [manifest.stored_bytes])
+    location = tier.prepare(step, [manifest.stored_bytes])
     try:
-        tier.put(place, Shard(manifest, chunks))
-        tier.commit(place, record)
+        tier.put(location, Shard(manifest, chunks))
+        tier.commit(location, record)
     except BaseException:
-        tier.discard(place)
+        tier.discard(location)
         raise
     return record
 

@@ -327,12 +327,12 @@ class Deadline:
         at, left = f"{until - time.monotonic():.1f} s left", self._saving.step_count - handle.step
         behind = f" ({left} step{'' if left == 1 else 's'} behind)" if left else ""
         if not handle.committed.done():
-            place = (
+            location = (
                 "shared memory only, if nothing but this process ends"
                 if handle.is_in_shared_memory
                 else "no tier in time"
             )
-            self._log("%s; step %d%s is in %s", at, handle.step, behind, place)
+            self._log("%s; step %d%s is in %s", at, handle.step, behind, location)
             return
         if handle.committed.exception() is not None:
             self._log("%s; step %d%s is not saved: %s", at, handle.step, behind, handle.committed.exception())

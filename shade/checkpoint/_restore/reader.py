@@ -2,7 +2,7 @@
 
 A snapshot has the same record digest in every tier. So a chunk may come from any tier, nearest first, and from any copy
 in it, if it has the digest that the manifest states; the record states the manifest's. What is missing or wrong in one
-place is read from the next, and `Reader.repair` writes it back. Invariant: no byte leaves `Reader` unverified.
+location is read from the next, and `Reader.repair` writes it back. Invariant: no byte leaves `Reader` unverified.
 
 `ShardDecoder` decodes the chunks of a shard. A delta needs the same chunk of the base, which may be a delta too, and so
 on down to the keyframe. Each step is compared with the digest in that shard's manifest, so a wrong base or a lost or
@@ -40,13 +40,13 @@ logger = logging.getLogger("shade.checkpoint")
 
 @dataclass(frozen=True)
 class SnapshotSource:
-    """One place that holds a snapshot."""
+    """One location that holds a snapshot."""
 
     tier: Tier
-    place: str
+    location: str
 
     def __str__(self) -> str:
-        return f"{self.tier.name}, {self.place}"
+        return f"{self.tier.name}, {self.location}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Snapshot:
 
 @dataclass
 class Damage:
-    """What is missing or wrong in one place."""
+    """What is missing or wrong in one location."""
 
     source: SnapshotSource
     manifests: set[int] = field(default_factory=set)
@@ -110,7 +110,7 @@ class Reader:
         self.unreachable.clear()
         self.damaged.clear()
         records: dict[str, Commit] = {}
-        places: dict[str, list[SnapshotSource]] = {}
+        locations: dict[str, list[SnapshotSource]] = {}
         for tier in self.tiers:
             try:
                 held = tier.held()
@@ -118,14 +118,14 @@ class Reader:
                 self.unreachable[tier.name] = str(error)
                 logger.warning("%s cannot be read: %s", tier.name, error)
                 continue
-            self.damaged += [f"{tier.name}, {place}" for place in tier.damaged]
-            for place, record in held.items():
+            self.damaged += [f"{tier.name}, {location}" for location in tier.damaged]
+            for location, record in held.items():
                 records[record.digest] = record
-                places.setdefault(record.digest, []).append(SnapshotSource(tier, place))
+                locations.setdefault(record.digest, []).append(SnapshotSource(tier, location))
         linked: dict[str, Snapshot] = {}
         for digest, record in sorted(records.items(), key=lambda each: (each[1].sequence, each[1].step)):
             base = None if record.base is None else linked.get(record.base)  # older, so it is there already
-            linked[digest] = Snapshot(record, tuple(places[digest]), base)
+            linked[digest] = Snapshot(record, tuple(locations[digest]), base)
         return list(reversed(linked.values()))
 
     def newest_sequence(self) -> int:
@@ -203,7 +203,7 @@ class Reader:
         def ask(source: SnapshotSource, missing: Sequence[int], copy: int) -> Sequence[Bytes | None]:
             here = [into[number] for number in missing]
             try:
-                found = source.tier.read_chunks_into(source.place, manifest, missing, here, copy)
+                found = source.tier.read_chunks_into(source.location, manifest, missing, here, copy)
             except (StoreError, StorageError) as error:
                 logger.warning("%s: %s", source, error)
                 return [None] * len(missing)
@@ -231,7 +231,7 @@ class Reader:
         parts = [numbers[first : first + BATCH] for first in range(0, len(numbers), BATCH)]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-verify") as pool:
             for source in snapshot.sources:
-                data = source.tier.in_place(source.place, manifest)
+                data = source.tier.in_place(source.location, manifest)
                 if data is not None and all(pool.map(partial(are_intact, data), parts)):
                     return data
         return None
@@ -242,14 +242,14 @@ class Reader:
         )
 
     def examine(self, snapshot: Snapshot, advance: Callable[[int], None] = lambda num_bytes: None) -> list[Damage]:
-        """Reads every byte in every copy of every place.
+        """Reads every byte in every copy of every location.
 
         Args:
             snapshot: The snapshot.
             advance: Called with the number of bytes that have just been read.
 
         Returns:
-            One entry per place, intact ones included.
+            One entry per location, intact ones included.
 
         Raises:
             CorruptCheckpointError: A manifest is lost in every copy, so that nothing can be compared.
@@ -277,7 +277,7 @@ class Reader:
         return report
 
     def repair(self, snapshot: Snapshot, report: Sequence[Damage]) -> int:
-        """Writes what each place has lost, from the places that have it.
+        """Writes what each location has lost, from the locations that have it.
 
         Raises CorruptCheckpointError if something is lost in every copy; everything else was repaired.
         """
@@ -293,7 +293,7 @@ class Reader:
                     except CorruptCheckpointError as error:
                         lost = error
                 try:
-                    damage.source.tier.repair(damage.source.place, manifest, intact)
+                    damage.source.tier.repair(damage.source.location, manifest, intact)
                     repaired += len(intact)
                 except CorruptCheckpointError as error:
                     lost = lost or error
@@ -308,13 +308,13 @@ def _collect(
     batch: Sequence[int],
     ask: Callable[[SnapshotSource, Sequence[int], int], Sequence[Bytes | None]],
 ) -> dict[int, Bytes]:
-    """Reads what is missing from place after place, copy after copy, and returns the verified batch.
+    """Reads what is missing from location after location, copy after copy, and returns the verified batch.
 
     Args:
         snapshot: The snapshot.
         manifest: The shard's manifest.
         batch: Chunk numbers.
-        ask: Returns unverified chunks from one copy in one place.
+        ask: Returns unverified chunks from one copy in one location.
 
     Returns:
         All chunks of the batch, by number.
@@ -349,7 +349,7 @@ def is_sound(manifest: Manifest, number: int, content: Bytes | None) -> bool:
 
 
 def is_sound_at(source: SnapshotSource, manifest: Manifest, number: int, content: Bytes | None) -> bool:
-    """Returns whether the bytes are a chunk in the form in which that place holds it."""
+    """Returns whether the bytes are a chunk in the form in which that location holds it."""
     if not source.tier.holds_plain or manifest.version == 1:
         return is_sound(manifest, number, content)
     return content is not None and digest_of(content) == manifest.plain_digest(number)
@@ -357,7 +357,7 @@ def is_sound_at(source: SnapshotSource, manifest: Manifest, number: int, content
 
 def _manifest_at(source: SnapshotSource, rank: int, copy: int) -> bytes | None:
     try:
-        return source.tier.read_manifest(source.place, rank, copy)
+        return source.tier.read_manifest(source.location, rank, copy)
     except (StoreError, StorageError) as error:
         logger.warning("%s: %s", source, error)
         return None
@@ -365,7 +365,7 @@ def _manifest_at(source: SnapshotSource, rank: int, copy: int) -> bytes | None:
 
 def _has_whole_file(source: SnapshotSource, manifest: Manifest) -> bool:
     try:
-        return source.tier.has_whole_file(source.place, manifest)
+        return source.tier.has_whole_file(source.location, manifest)
     except (StoreError, StorageError) as error:
         logger.warning("%s: %s", source, error)
         return False
@@ -373,7 +373,7 @@ def _has_whole_file(source: SnapshotSource, manifest: Manifest) -> bool:
 
 def _chunks_at(source: SnapshotSource, manifest: Manifest, numbers: Sequence[int], copy: int) -> Sequence[Bytes | None]:
     try:
-        return source.tier.read_chunks(source.place, manifest, numbers, copy)
+        return source.tier.read_chunks(source.location, manifest, numbers, copy)
     except (StoreError, StorageError) as error:
         logger.warning("%s: %s", source, error)
         return [None] * len(numbers)

@@ -211,8 +211,8 @@ def read_newest(
     candidates = [record for record in candidates if step is None or record.step == step]
     newest = max((record.sequence for record in records.values()), default=0)
     newest += UNREAD_SAVES * any(report["damaged"] or report["silent"] for report in reports)
-    lost = sorted({place for report in reports for place in report["damaged"]})
-    unreadable = [f"{place}: its record cannot be read" for place in lost]
+    lost = sorted({location for report in reports for location in report["damaged"]})
+    unreadable = [f"{location}: its record cannot be read" for location in lost]
     if unreadable and group.rank == 0:
         logger.error("%s; continuing with the other snapshots", "; ".join(unreadable))
     reasons = []
@@ -290,7 +290,7 @@ class _Attempt:
         """Returns whether this machine's memory has a rank's shard; its chunks may still be damaged."""
         for source in self._snapshot.sources:
             if source.tier.every_rank_commits:
-                content = source.tier.read_manifest(source.place, rank)
+                content = source.tier.read_manifest(source.location, rank)
                 if content is not None and digest_of(content) == self._snapshot.record.manifests[rank]:
                     return True
         return False

@@ -9,7 +9,7 @@ value                 made by                     holds
 `CapturedState`       `AppState.capture`          the skeleton and the live tensors, until they are copied
 `SaveHandle`          `Saver.begin`               what the owner of the save can wait for, and its times
 `SaveRequest`         `Saver.begin`               buffer, layout and metadata, until the save is committed or failed
-`CommitResult`        `AsyncWriter`               the tier and the place where the snapshot is committed
+`CommitResult`        `AsyncWriter`               the tier and the location where the snapshot is committed
 ====================  ==========================  ==================================================================
 
 Each save that may be in flight has a thread and a process group of its own; save i goes to thread i mod N on every
@@ -62,7 +62,7 @@ class CommitResult:
     """Where a save is committed."""
 
     tier: Tier
-    place: str
+    location: str
     sequence: int = 0
     """Number of the save in its run, as in its record."""
 
@@ -126,8 +126,8 @@ class SaveRequest:
     num_bytes: int = 0
     buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     """uint8, the data in its first `num_bytes`."""
-    place: str = ""
-    """The buffer's place in the shared-memory tier."""
+    location: str = ""
+    """The buffer's location in the shared-memory tier."""
     stream_hash: StreamHash | None = None
     """Knows which chunks are copied; None: the snapshot is written when all are."""
 
@@ -242,8 +242,8 @@ class AsyncWriter:
         try:
             record, shard_bytes = self._agree(request, group, packed, error)
         except CheckpointError:
-            if upload is not None and upload.place is not None:
-                discard(self._tiers[0], group, upload.place)
+            if upload is not None and upload.location is not None:
+                discard(self._tiers[0], group, upload.location)
             raise
         assert packed is not None, "agree() raises where a rank has none"
         if packed.base is not None:
@@ -261,18 +261,18 @@ class AsyncWriter:
         for tier in self._tiers:
             try:
                 if upload is None or tier is not self._tiers[0]:
-                    place = self._store(tier, group, record, shard_bytes, packed)
+                    location = self._store(tier, group, record, shard_bytes, packed)
                 else:
-                    place = upload.place_or_raise()
-                    commit(tier, group, place, record)
+                    location = upload.location_or_raise()
+                    commit(tier, group, location, record)
             except CheckpointError as failure:
                 self._note_health(tier, group, str(failure))
                 reasons.append(f"{tier.name}: {failure}")
                 continue
             self._note_health(tier, group, None)
-            return self._committed(request, record, packed, tier, place)
+            return self._committed(request, record, packed, tier, location)
         if not self._tiers and refusal is None:
-            return CommitResult(self._shared_memory, request.place, record.sequence)
+            return CommitResult(self._shared_memory, request.location, record.sequence)
         raise CheckpointError("; ".join(reasons) or f"{self._shared_memory.name}: {refusal}")
 
     def _agree(
@@ -310,19 +310,19 @@ class AsyncWriter:
         assert tier is not None, "a base is committed somewhere"
         self._keep_in_shared_memory(request, group, record, packed.manifest)
         try:
-            place = self._store(tier, group, record, shard_bytes, packed)
+            location = self._store(tier, group, record, shard_bytes, packed)
         except CheckpointError:
-            self._shared_memory.discard(request.place)
+            self._shared_memory.discard(request.location)
             return None
         self._note_health(tier, group, None)
-        return self._committed(request, record, packed, tier, place)
+        return self._committed(request, record, packed, tier, location)
 
     def _committed(
-        self, request: SaveRequest, record: Commit, packed: PackedShard, tier: Tier, place: str
+        self, request: SaveRequest, record: Commit, packed: PackedShard, tier: Tier, location: str
     ) -> CommitResult:
         self._packer.committed(packed, record.digest, request.buffer)
         self._base_tier = tier
-        return CommitResult(tier, place, record.sequence)
+        return CommitResult(tier, location, record.sequence)
 
     def _pack(self, request: SaveRequest) -> PackedShard:
         with self._packing:
@@ -345,9 +345,9 @@ class AsyncWriter:
             batching = self._batching if tier.is_durable else None
             with contextlib.closing(upload.chunks() if batching is None else upload.batches(batching)) as chunks:
                 try:
-                    place = prepare(tier, group, request.handle.step, shard_bytes)
-                    put(tier, group, place, upload.manifest, lambda: self._paced(chunks))
-                    upload.place = place
+                    location = prepare(tier, group, request.handle.step, shard_bytes)
+                    put(tier, group, location, upload.manifest, lambda: self._paced(chunks))
+                    upload.location = location
                 except CheckpointError as failure:
                     upload.refusal = failure
         return upload
@@ -374,8 +374,8 @@ class AsyncWriter:
         """Commits the snapshot in shared memory, where it lies already; returns why not where that fails."""
         tier, handle = self._shared_memory, request.handle
         try:
-            put(tier, group, request.place, manifest, lambda: ())
-            commit(tier, group, request.place, record)
+            put(tier, group, request.location, manifest, lambda: ())
+            commit(tier, group, request.location, record)
         except CheckpointError as failure:
             handle.is_in_shared_memory = False
             if tier.name not in self._failing:

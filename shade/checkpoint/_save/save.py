@@ -120,7 +120,7 @@ class Saver:
             layout = self._lay_out(captured)
             if self._make_room is not None:
                 self._make_room(layout.num_bytes)
-            place, buffer = self._shared_memory.begin(layout.num_bytes)
+            location, buffer = self._shared_memory.begin(layout.num_bytes)
             is_buffer_taken = True
             if self._preparing is None:
                 self._prepare(prepare)
@@ -156,7 +156,7 @@ class Saver:
             tree=captured.tree,
             num_bytes=layout.num_bytes,
             buffer=buffer,
-            place=place,
+            location=location,
             stream_hash=stream_hash,
         )
         # A tensor's last reference releases the interpreter's lock as it dies. After the writer has begun to work, each

@@ -86,16 +86,16 @@ class StreamUpload:
         entries = tuple(ChunkEntry(len(chunk), _NO_DIGEST) for chunk in self._chunks)
         self.manifest = OpenManifest(**vars(replace(draft, chunks=entries)))
         """Stored with the chunks."""
-        self.place: str | None = None
+        self.location: str | None = None
         """Where the uploaded chunks wait for their record; None: the tier has not taken them."""
         self.refusal: CheckpointError | None = None
         """Why the tier has not taken them."""
 
-    def place_or_raise(self) -> str:
-        """Returns the place, or raises the refusal."""
-        if self.place is None:
+    def location_or_raise(self) -> str:
+        """Returns the location, or raises the refusal."""
+        if self.location is None:
             raise self.refusal or CheckpointError("nothing was uploaded")
-        return self.place
+        return self.location
 
     def chunks(self) -> Generator[Bytes, None, None]:
         """Yields the chunks in stored form and in order, each when it is copied; raises a CheckpointError if the copy

@@ -419,7 +419,7 @@ class Checkpointer:
             self._schedule.saved(self.step_count, Pace())
             for source in found.sources:
                 if source.tier is self._tiers.shared_memory:
-                    self._tiers.shared_memory.spare(source.place)
+                    self._tiers.shared_memory.spare(source.location)
             held_by = [source.tier.name for source in found.sources]
             self._losses.restored(restored.step, held_by, found.tiers, restored.seconds, restored.num_bytes)
         return restored
@@ -511,7 +511,7 @@ def load_weights(
 
     Raises:
         ConfigError: An argument is invalid, or nothing was attached under that name.
-        CheckpointError: There is no such snapshot, or none is intact, or a place does not answer.
+        CheckpointError: There is no such snapshot, or none is intact, or a location does not answer.
         StateMismatchError: It does not fit the module; nothing was changed.
     """
     begun = time.monotonic()
@@ -521,7 +521,7 @@ def load_weights(
         if found is None:
             wanted = "a snapshot" if step is None else f"a snapshot of step {step}"
             known = sorted({snapshot.record.step for snapshot in reader.snapshots()})
-            raise CheckpointError.of(f"{wanted} of run {run!r}", f"steps {known}", "name another step, run or place")
+            raise CheckpointError.of(f"{wanted} of run {run!r}", f"steps {known}", "name another step, run or location")
     state = unflatten(found.tree, found.tensors)
     if name not in state:
         _, manifest = found.arenas[0]

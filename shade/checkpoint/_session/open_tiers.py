@@ -109,7 +109,7 @@ class Tiers:
         assert self.memory is not None
         assert self.storage is not None
         try:
-            if self.memory.is_dirty(result.place):
+            if self.memory.is_dirty(result.location):
                 return False
             return any(record.sequence >= result.sequence for record in self.storage.held().values())
         except (StoreUnavailableError, StorageError):
@@ -274,7 +274,7 @@ def open_to_read(
     """
     check_run_name(run)
     if store_url is None and persist_to is None:
-        raise ConfigError.of("a place where snapshots are", "neither store nor persist_to", "name at least one")
+        raise ConfigError.of("a location where snapshots are", "neither store nor persist_to", "name at least one")
     tiers: list[Tier] = []
     if store_url is not None:
         store = resources.enter_context(open_store(store_url, timeout_seconds=STORE_TIMEOUT_SECONDS))

@@ -89,7 +89,7 @@ class LockRecord:
 
 
 class _LockBackend(Protocol):
-    """Reads and writes the lock record in one place."""
+    """Reads and writes the lock record in one location."""
 
     def read(self) -> bytes | None: ...
 

@@ -106,7 +106,7 @@ class SlotLayout:
 
         With m copies, a snapshot is lost when m servers that hold the same chunk are lost. If the copies of each chunk
         lay on the m servers from its home on, almost any m neighbours would do; of groups of m there are only N / m. So
-        Gemini places copies in groups (SOSP 2023, §4); the last group takes the remaining servers.
+        Gemini locations copies in groups (SOSP 2023, §4); the last group takes the remaining servers.
         """
         num_servers, num_copies = len(self.tags), 1 + self.replicas
         if not self.grouped:
@@ -140,8 +140,8 @@ class Slot:
     """Stored length of each rank's shard; empty after the slot was emptied."""
 
     @property
-    def place(self) -> str:
-        """Name of the place in the `Tier` interface."""
+    def location(self) -> str:
+        """Name of the location in the `Tier` interface."""
         return f"slot-{self.number}.{self.generation}"
 
 
@@ -169,9 +169,9 @@ class SlotTable:
         kept = {other: slot for other, slot in self.slots.items() if other != number}
         return replace(self, generation=self.generation + 1, slots=kept)
 
-    def find(self, place: str) -> Slot | None:
-        """Returns the slot of that place, or None if it was claimed again since."""
-        return next((slot for slot in self.slots.values() if slot.place == place), None)
+    def find(self, location: str) -> Slot | None:
+        """Returns the slot of that location, or None if it was claimed again since."""
+        return next((slot for slot in self.slots.values() if slot.location == location), None)
 
     def to_bytes(self) -> bytes:
         """Returns JSON, preceded by its digest."""
@@ -313,9 +313,9 @@ class SlotRecords:
             raise StoreUnavailableError(f"only {num_answering} of {num_servers} servers of {self._store.url} answer")
 
     def damaged(self, table: SlotTable, old_tags: Sequence[str], commits: Mapping[int, Commit]) -> list[str]:
-        """Returns the places whose record exists and is readable in no copy, or the table itself."""
+        """Returns the locations whose record exists and is readable in no copy, or the table itself."""
         rotten = [slot for number, slot in table.slots.items() if number not in commits]
-        found = [slot.place for slot in rotten if self.has(slot, commit_name(slot))]
+        found = [slot.location for slot in rotten if self.has(slot, commit_name(slot))]
         return found if table.generation or not old_tags else [TABLE_NAME]
 
     def has(self, slot: Slot, name: str) -> bool:

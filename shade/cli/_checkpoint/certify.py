@@ -121,7 +121,7 @@ def certify(out: Path, step: int, num_steps: int | None = None) -> Certificate:
 
 @contextlib.contextmanager
 def _reader(config: RunConfig) -> Iterator[Reader]:
-    """Opens every place that may hold snapshots of the run."""
+    """Opens every location that may hold snapshots of the run."""
     with contextlib.ExitStack() as resources:
         tiers: list[Tier] = []
         if own_folder(config.run).is_dir():

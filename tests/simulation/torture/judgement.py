@@ -74,7 +74,7 @@ def _wholeness(tier: Tier) -> Iterator[str]:
     for snapshot in reader.snapshots():
         ranks: Iterable[int] = range(snapshot.record.world_size)
         if isinstance(tier, SharedMemoryTier):
-            ranks = _own(tier, snapshot.sources[0].place, ranks)
+            ranks = _own(tier, snapshot.sources[0].location, ranks)
         try:
             for rank in ranks:
                 manifest = reader.manifest(snapshot, rank)

@@ -57,7 +57,7 @@ class Rig:
                 tree=tree,
                 num_bytes=layout.num_bytes,
                 buffer=buffer,
-                place=place,
+                location=place,
             )
         )
         return handle.committed.result()

@@ -39,7 +39,7 @@ class Run:
     def is_durable(self, result: CommitResult) -> bool:
         if self.is_away:
             raise StoreUnavailableError("no answer")
-        return result.place in self.durable
+        return result.location in self.durable
 
     def begin(self, step: int) -> SaveHandle:
         self.step_count = step

@@ -1,31 +1,20 @@
 """Draws of more than 2**24 samples: the same probabilities, in passes that the processor's cache can follow.
 
-The draws of smaller sets walk through the data set in a random order, one sample after the other. From some millions
-on, each step waits for memory, and a draw grows faster than the data set. Here every pass reads memory from one end to
-the other, or stays within a part of it that the processor's cache holds:
+The draws of smaller sets walk through the data set in a random order. From some millions on, each step waits for
+memory. Here every pass reads memory from one end to the other, or stays within a part of it that the cache holds:
 
-1. A permutation (`permuted`) sends each sample to one of many buckets by a random number, so that each place of the
-   order is equally likely, and then shuffles each bucket (Rao 1961; Sandelius 1962).
-2. The systematic draw (`draw`) sends each sample to its bucket together with its probability. It takes one bucket after
-   the other, shuffles both alike, and marks the samples as `unbiased` does. What was drawn replaces what was read.
-3. Probabilities are computed from the scores wherever they are needed (`Inclusion`): that takes less time than to look
-   them up in a random order, and no memory.
+1. A permutation (`permuted`) sends each sample to one of many buckets by a random number, then shuffles each bucket.
+2. The systematic draw (`draw`) sends each sample to its bucket together with its probability, takes one bucket after
+   the other, shuffles both alike, and marks the samples as `unbiased` does.
+3. Probabilities are computed from the scores wherever they are needed (`Inclusion`).
 
-So a draw needs 4 bytes a sample for the order of the whole set, 4 for the probabilities, then 4 for the weights, and 4
-a drawn sample for the order that the epoch has. Indices have 32 bits.
-
-Random numbers are SplitMix64's, each a function of a key and a place, and the keys come from the generator of (seed,
-epoch, purpose). A choice among n places is uniform up to n / 2**44. The price: the order for a seed is another one than
-numpy's shuffle gives. So these draws begin where that one is too slow to be used (`base.LARGE`), and a saved run names
-them.
-
-Invariant: probabilities are whole units of 2**-30 that sum to exactly K, so a draw has exactly K samples.
+The order for a seed is another one than numpy's shuffle gives, so these draws begin where that one is too slow to be
+used (`base.LARGE`), and a saved run names them. Invariant: units of 2**-30 sum to exactly K.
 
 Legend: N data set · K drawn · C classes · M one bucket.
 
 References:
-    C. R. Rao, "Generation of random permutations of given number of elements using random sampling numbers", Sankhyā 23
-    (1961). G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    C. R. Rao, Sankhyā 23 (1961), for permutations; Steele, Lea, Flood, OOPSLA 2014, for SplitMix64.
 """
 
 from __future__ import annotations
@@ -53,7 +42,7 @@ Starts = npt.NDArray[np.int64]
 
 @compiled
 def _mixed(key: Any, position: Any) -> Any:
-    """Returns the random 64 bits that belong to a key and a place: SplitMix64's ``position``-th number."""
+    """Returns the random 64 bits that belong to a key and a position: SplitMix64's ``position``-th number."""
     mixed = key + (np.uint64(position) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -63,6 +52,7 @@ def _mixed(key: Any, position: Any) -> Any:
 @compiled
 def _below(bound: Any, key: Any, position: Any) -> Any:
     """Returns a random number below ``bound``, which is less than 2**20."""
+    # A product instead of a division; uniform up to bound / 2**44.
     return np.int64(((_mixed(key, position) >> np.uint64(20)) * np.uint64(bound)) >> np.uint64(44))
 
 
@@ -77,7 +67,7 @@ def _bucket_starts(num: Any, key: Any, shift: Any, start_M: Any) -> None:
 
 @compiled
 def _scatter(order_K: Any, key: Any, shift: Any, at_M: Any, out_K: Any) -> None:
-    """Sends each element (or each place, if ``order_K`` is empty) to its bucket of ``out_K``; moves ``at_M`` there."""
+    """Sends each element (each position, if ``order_K`` is empty) to its bucket of ``out_K``; moves ``at_M`` there."""
     for position in range(len(out_K)):
         bucket = np.int64(_mixed(key, position) >> shift)
         out_K[at_M[bucket]] = order_K[position] if len(order_K) else position
@@ -110,6 +100,7 @@ def _mark(pair_N: Any, start_M: Any, class_N: Any, end_C: Any, key: Any, line_K:
             pair = pair_N[position]
             sample = pair & np.int64(0xFFFFFFFF)
             group = np.int64(class_N[sample]) if len(class_N) else 0
+            # A mark lies within a sample where the multiple of ONE below its end differs from that below its begin.
             end = end_C[group] + (pair >> 32)
             # Without a branch, which the processor would guess wrongly half of the time.
             line_K[num_marked] = sample

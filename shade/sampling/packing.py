@@ -1,21 +1,13 @@
 """Draws documents from several sources in given shares of the tokens, and packs them into sequences of one length.
 
-The documents come in one global order, before ranks are dealt anything, so a sequence is the same for any number of
-ranks: the stream is a function of (seed, shares, lengths), and the unit that ranks share is a packed sequence.
+The documents come in one global order, before ranks are dealt anything: the stream is a function of (seed, shares,
+lengths), and the unit that ranks share is a packed sequence.
 
-*Shares.* Each drawn token gives every source credit for its share, and costs its own source a whole token. The next
-document comes from the source with the most credit, in pieces of at most one sequence. So what was drawn is never more
-than about a sequence away from the shares. Tokens in sequences have a credit of their own, because long pieces wait
-longer than short ones: without it, a source of long documents would lag behind by what waits of it.
-
-*Packing.* A window of drawn pieces waits. A sequence begins with the oldest piece of the source with the most credit,
-and then takes, as long as one fits, the largest that fits (best fit). If more than `SLACK` of it would stay empty, it
-takes a part of such an oldest piece instead. Few documents are cut, and no sequence is filled by less than 1 − `SLACK`.
-Best fit alone leaves gaps that depend on the lengths; cutting alone (all documents end to end) cuts one document a
-sequence. A piece that has waited for as many sequences as the window has places comes first.
-
-Price: some 10 µs a document, in Python, on every rank. Invariants: each token of a source is used once a pass; two
-packers of one state give the same sequences.
+*Shares.* Each drawn token gives every source credit for its share, and costs its own source a whole token; the next
+document comes from the source with the most credit. *Packing.* A window of drawn pieces waits. A sequence begins with
+the oldest piece of the source with the most credit, and then takes the largest that fits, as long as one does (best
+fit). Some 10 µs a document, on every rank. Invariants: each token of a source is used once a pass; two packers of one
+state give the same sequences.
 
 Legend: S sources · L length of a sequence.
 
@@ -56,7 +48,7 @@ class PackedSequence(NamedTuple):
     """The pieces of one sequence: all that a worker needs to read it."""
 
     number: int
-    """Its place in the stream."""
+    """Its position in the stream."""
     pieces: tuple[TokenRange, ...]
 
 
@@ -74,6 +66,8 @@ class SequencePacker:
         self._length_S, self._sequence_length, self._seed, self._window = length_S, sequence_length, seed, window
         self._at_S = [[0, 0, 0] for _ in length_S]  # pass, place in its order, tokens drawn of the document there
         self._credit_S = [0] * len(length_S)
+        # Tokens in sequences have a credit of their own, because long pieces wait longer than short ones: without it a
+        # source of long documents would lag behind by what waits of it.
         self._packed_credit_S = [0] * len(length_S)
         self._waiting: list[tuple[int, TokenRange]] = []  # the sequence before which it was drawn, and the piece
         self._number = 0

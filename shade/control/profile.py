@@ -1,16 +1,9 @@
 """The result of ``shade tune``: the quality that a training reaches with a global batch and a density, as JSON.
 
-A profile is a grid of expected quality over batch and density (the mean of a Gaussian process), the evaluations that it
-was fitted to, and the settings of the search. The controller reads two things from it. `Profile.floor` is the density
-below which the quality falls by more than is allowed. `Profile.curve` is the progress of one step: with h the relative
-shortfall of the quality, training needs ``1 + 50 h`` times as many samples (StellaTrain's objective), and the progress
-is the inverse.
-
-The format is JSON and not pickle: profiles are passed around, and reading one must run nothing. The grid is in the
-file, so reading it needs no library. The price: values between grid points are interpolated, and outside the grid they
-are those of its edge.
-
-Invariant: `load` returns what `save` wrote; any other file is refused with a message that says what is wrong.
+A profile is a grid of expected quality over batch and density, the evaluations that it was fitted to, and the settings
+of the search. The controller reads `Profile.floor`, the density below which the quality falls by more than is allowed,
+and `Profile.curve`, the progress of one step: with h the relative shortfall of the quality, training needs
+``1 + 50 h`` times as many samples, and the progress is the inverse. Reading one runs nothing and needs no library.
 
 References:
     Lim et al., "Accelerating Model Training in Multi-cluster Environments with Consumer-grade GPUs", SIGCOMM 2024:

@@ -1,23 +1,9 @@
 """Keeps bytes in a Redis Cluster: each key on the node that owns its slot, all nodes asked at the same time.
 
-Any node sends the slot map, which says who owns what. It is read again when a node says MOVED, or fails, at most once a
-second: while a cluster is being repaired its map changes often, and asking costs a round trip.
-
-A node that fails, or is much slower than the others, is left out for a while (`NodeHealth`); its keys are misses
-meanwhile. When *every* node would be left out all are tried, so that the outage of the whole cluster is reported, and
-its end noticed at once.
-
-With ``?sockets=/run/shade`` a node on this machine is reached over its unix socket, if that directory holds one named
-after its address (``10.0.0.1:7000.sock``): the same URL serves all machines, and each has its own node nearby.
-
-Stories a reader may ask about:
-
-1. *A slot moves while we write.* The old owner says MOVED (or ASK, half-way); the command is repeated where it points,
-   up to three times, then counts as unanswered.
-2. *A primary dies, a replica takes over.* Until the others agree (cluster-node-timeout) its keys are misses; the next
-   map names the new primary.
-3. *A primary dies, no replica takes over.* The others still answer: servers for a cache run with
-   ``cluster-require-full-coverage no`` (see redis.conf).
+Any node sends the slot map, which says who owns what. A node that fails, or is much slower than the others, is left out
+for a while (`NodeHealth`); its keys are misses meanwhile. With ``?sockets=/run/shade`` a node on this machine is
+reached over its unix socket, if that directory holds one named after its address (``10.0.0.1:7000.sock``): the same URL
+serves all machines, and each has its own node nearby.
 
 Invariant: a key is only ever asked of the node that the cluster says owns it, so no stale copy is read after a move.
 """

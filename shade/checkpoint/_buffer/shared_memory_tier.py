@@ -1,25 +1,12 @@
-"""The shared-memory tier: the buffers that a rank's state is copied into, and the first place where a snapshot lies.
+"""The shared-memory tier: the buffers that a rank's state is copied into, where a snapshot lies first.
 
-The buffers are files in the machine's shared memory, mapped and touched beforehand. So a copy meets no page fault (nine
-times faster here than into fresh pages), and the buffers outlive the process: a crashed process finds its state where
-it left it, and is back in the time of a memcpy. They do not outlive the machine; the other tiers do.
-
-One buffer costs the state's size once. While it is copied into, the tier holds no snapshot, and after a crash at that
-moment the restore falls back on the tier that the last snapshot had reached. A second buffer closes that gap, for the
-same size again.
+The buffers are files in the machine's shared memory, mapped and touched beforehand. They outlive the process: a crashed
+process finds its state where it left it. They do not outlive the machine; the other tiers do. One buffer costs the
+state's size once, and holds no snapshot while it is copied into; a second one closes that gap.
 
 Files of rank R, buffer B: ``rank-R.B.data``; ``rank-R.B.json``, its manifest; ``rank-R.B.commit``, the record: removed
-before the buffer is touched, written after all ranks have voted. Any rank's record will do, since a reader checks every
-shard against the record. Invariant: the snapshot of a record in this tier was whole when the record was written.
-
-Huge pages make a save half as expensive: with pages of 4 KiB the disk takes the buffer in small pieces (six times the
-CPU time of a write that bypasses the page cache), and copying and hashing wait for page tables. File systems in memory
-give huge pages only if mounted so, which is no system's default; but ``MADV_COLLAPSE`` (Linux 6.1) puts small pages
-together on demand, whatever the settings are. It needs a mapping that is aligned as the file is. The price is one more
-copy, once, during the first saves; where the system cannot do it, pages stay small. Decision 0008 has the measurements.
-
-The files stay open, so that a Redis server's unix socket takes a chunk from the file's pages without a copy
-(`store.link`).
+before the buffer is touched, written after all ranks have voted. Invariant: the snapshot of a record in this tier was
+whole when the record was written. Decision 0008 has the measurements of huge pages.
 """
 
 from __future__ import annotations
@@ -75,6 +62,7 @@ class _SnapshotBuffer:
                 os.posix_fallocate(descriptor, 0, self.num_bytes)  # now, and not as a SIGBUS in mid-copy
             os.ftruncate(descriptor, self.num_bytes)
             self.tensor = map_aligned(descriptor, self.num_bytes)
+            # The file stays open, so that a Redis server's unix socket takes a chunk from its pages without a copy.
             register_file_memory(descriptor, self.tensor.data_ptr(), self.num_bytes)
         except OSError as error:
             self._release_file()
@@ -87,6 +75,7 @@ class _SnapshotBuffer:
             if not may_be_private:
                 raise StorageFullError(self.why_private) from error
             self.tensor = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
+        # A copy then meets no page fault, which is nine times faster than into fresh pages.
         make_resident(self.tensor)
         self._pinned = torch.cuda.is_available() and self._register()
         self._closed = threading.Event()
@@ -96,6 +85,9 @@ class _SnapshotBuffer:
 
     def _make_huge(self) -> None:
         """Makes the pages huge, in a background thread; the buffer may be used meanwhile."""
+        # With pages of 4 KiB a disk takes the buffer in small pieces, at six times the CPU time, and copying waits for
+        # page tables. No system's default gives huge pages to a file in memory, but MADV_COLLAPSE puts them together
+        # later.
         for pause_seconds in _PAUSES_SECONDS:
             if make_huge(self.tensor, lambda: not self._closed.is_set()) or self._closed.wait(pause_seconds):
                 return

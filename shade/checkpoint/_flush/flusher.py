@@ -1,26 +1,12 @@
 """Moves one run's snapshots from the cluster's memory into durable storage while the training continues.
 
 A slot's dirty bit says that its snapshot is in memory only. It is cleared after the storage's commit has returned,
-fsync and rename included. So after any crash a committed snapshot is still in memory and still marked, and what is half
-written in storage has no record. A snapshot that storage has already is recognised by the digest of its record.
+fsync and rename included. Newest first: when training outruns storage, the user wants the newest state durable, not a
+queue of old ones, so of the others only those are written that the retention rules would keep (decision 0011).
+Invariant: a bit is cleared only when that snapshot, or a newer one of the run, is committed in storage.
 
-Newest first. When training outruns storage, the user wants the newest state durable, not a queue of old ones. So the
-newest is written first, and of the others only those that the retention rules would keep; the rest is marked clean as
-soon as a newer one is durable, which frees their slots (docs/decisions/0011-flusher.md). Invariant: a bit is cleared
-only when that snapshot, or a newer one of the run, is committed in storage.
-
-A snapshot is written after its base, however new it is: storage never has a delta without its base. Memory keeps a base
-as long as something in memory builds on it, so it can be written even if storage has removed it since.
-
-Reading and writing overlap: each alone leaves the other idle. A chunk goes from the socket into a ring of buffers, is
-verified there, from any copy that memory has, and goes to the disk from there, without a copy or new memory.
-
-How many chunks are fetched at once is measured (`FetchPace`). Each fetch costs a fixed time T_d for the round trip and
-the threads. The first write waits for the first fetch, which takes T_c per chunk. So there is a best number of chunks:
-AsymCheck's B* = √(C·T_d·C_i / T_c), see `_pacing.batching`. T_d and T_c come from a line through the times of the last
-fetches. The first fetches of every snapshot bring 1, 2, 4 and 8 chunks, which gives the line different points and the
-disk an early start. Encoded chunks may be tiny, and then hundreds are fetched at once; a whole chunk is enough for one
-fetch.
+A snapshot is written after its base, however new it is: storage never has a delta without its base. Reading and writing
+overlap, through a ring of buffers; `FetchPace` measures how many chunks are fetched at once.
 """
 
 from __future__ import annotations
@@ -78,7 +64,10 @@ class FetchPace:
     def num_chunks(self, num_all: int) -> int:
         """Returns the number of chunks of the next fetch, at least 1; ``num_all`` is that of the snapshot."""
         if self._num_tried < len(_FIRST_FETCHES):
+            # Different numbers give the line different points, and the disk an early start.
             return _FIRST_FETCHES[self._num_tried]
+        # Each fetch costs a fixed time and a time a chunk; the first write waits for the first fetch. So there is a
+        # best number of chunks, AsymCheck's B* (`_pacing.batching`).
         line = Line.fit([(num, statistics.median(seconds)) for num, seconds in self._seconds.items()])
         return max(1, round(best_batch_bytes(num_all, line.alpha, 1, line.beta)))
 
@@ -270,6 +259,7 @@ class Flusher:
         kept = {record.digest for record in self.keep.kept([*durable.values(), *(record for _, record in dirty)])}
         left = []
         for location, record in dirty:
+            # Written before a crash that came between its commit and the clearing of its bit.
             if record.digest in durable:
                 self.memory.mark_clean(location, record.step)
             elif record.sequence < newest and record.digest not in kept:
@@ -287,6 +277,8 @@ class Flusher:
         locations = {held.digest: (location, held) for location, held in self.memory.held().items()}
         durable = {held.digest for held in self.storage.held().values()}
         known = {digest: held for digest, (_, held) in locations.items()}
+        # Memory keeps a base as long as something there builds on it, so it can be written even if storage has let it
+        # go.
         below = [*itertools.takewhile(lambda base: base.digest not in durable, lineage(record, known))]
         missing = (below[-1] if below else record).base
         if missing is not None and missing not in durable:
@@ -296,6 +288,7 @@ class Flusher:
     def _make_durable(self, location: str, record: Commit) -> int:
         """Writes one snapshot, clears its bit, and returns its bytes."""
         self.memory.hold(location)
+        # Cleared after the commit, never before: after any crash a snapshot is still in memory and still marked.
         num_bytes = self._write(location, record)
         self.memory.mark_clean(location, record.step)
         return num_bytes
@@ -403,6 +396,7 @@ def _fetch(
         for numbers in batches(lengths, pace, num_all):
             buffers = ring.take([lengths[number] for number in numbers])
             begun = time.perf_counter()
+            # From the socket into the ring, verified there, and from there to the disk: no copy, no new memory.
             reader.fill(snapshot, manifest, numbers, buffers)
             pace.fetched(len(numbers), time.perf_counter() - begun)
             yield buffers

@@ -1,31 +1,14 @@
 """Writes snapshots from the buffer into the tiers, in threads, while training continues.
 
-Four values carry one save. All else on the way (`Copying`, which a strategy copies by; the layout, a function's value
-that is kept from save to save; `PackedShard`; the commit record) stays within the module that makes it.
-
-====================  ==========================  ==================================================================
-value                 made by                     holds
-====================  ==========================  ==================================================================
-`CapturedState`       `AppState.capture`          the skeleton and the live tensors, until they are copied
-`SaveHandle`          `Saver.begin`               what the owner of the save can wait for, and its times
-`SaveRequest`         `Saver.begin`               buffer, layout and metadata, until the save is committed or failed
-`CommitResult`        `AsyncWriter`               the tier and the location where the snapshot is committed
-====================  ==========================  ==================================================================
-
 Each save that may be in flight has a thread and a process group of its own; save i goes to thread i mod N on every
-rank. So all collectives of a group are made by one thread, in one order. The way of a snapshot:
+rank, so all collectives of a group are made by one thread, in one order. The way of a snapshot:
 
 1. When the copy is done, the chunks are hashed where they lie, and the ranks agree on the commit record.
 2. The record is put beside the buffer: the shared-memory tier has the snapshot.
 3. It goes to the cluster's memory, and from there it is *committed*. The flusher makes it durable.
-4. Where there is no cluster memory, or it refused or failed, it goes to storage directly. A tier's failure is logged
-   once, and so is its end.
+4. Where there is no cluster memory, or it refused or failed, it goes to storage directly.
 
-With a streaming strategy, the chunks of 3 (or 4) are uploaded before 1, during the copy: see `_save.stream_upload`.
-Saves in flight at once may commit in any order; the sequence in the record says which is the newest. A codec that
-stores differences sends a snapshot to where its base is; if that tier fails or has lost the base, the snapshot is
-packed again without a base. A save that reaches only shared memory, beside other tiers, has failed: handle and log say
-so each time, and training continues, because stopping it would lose the unsaved steps as well.
+With a streaming strategy, the chunks of 3 (or 4) are uploaded before 1, during the copy (`_save.stream_upload`).
 """
 
 from __future__ import annotations
@@ -210,6 +193,7 @@ class AsyncWriter:
                 result = self._write(request, group)
             except Exception as error:  # noqa: BLE001 - a dead peer is a RuntimeError of gloo; the owner must learn of it
                 self._packer.forget()
+                # The next snapshot must not build on one that nobody can read.
                 logger.error("step %d is not saved: %s", handle.step, error)
                 failure = error
                 if not isinstance(error, CheckpointError):
@@ -230,6 +214,8 @@ class AsyncWriter:
 
     def _write(self, request: SaveRequest, group: ProcessGroup) -> CommitResult:
         upload = None if request.stream_hash is None else self._upload(request, group)
+        # A rank that was restarted has another base than the others: all begin again, with a snapshot that stands
+        # alone.
         if self._packer.builds and len(set(group.gather(self._packer.base))) > 1:
             self._packer.forget()
         packed, error = None, None
@@ -246,6 +232,8 @@ class AsyncWriter:
                 discard(self._tiers[0], group, upload.location)
             raise
         assert packed is not None, "agree() raises where a rank has none"
+        # A difference lies where its base lies. If that tier fails or has lost the base, the shard is packed again
+        # without.
         if packed.base is not None:
             result = self._build_on_base(request, group, record, shard_bytes, packed)
             if result is not None:
@@ -273,6 +261,8 @@ class AsyncWriter:
             return self._committed(request, record, packed, tier, location)
         if not self._tiers and refusal is None:
             return CommitResult(self._shared_memory, request.location, record.sequence)
+        # Shared memory alone does not outlive the machine, so beside other tiers such a save has failed. Training goes
+        # on, because stopping it would lose the unsaved steps as well.
         raise CheckpointError("; ".join(reasons) or f"{self._shared_memory.name}: {refusal}")
 
     def _agree(

@@ -2,12 +2,8 @@
 
 One object with two sides. In the *training process* the policy goes through the global order of the epoch, and writes
 to the residency map, batch by batch, which samples are in the cache and which stay there (`begin_epoch`, `decide`,
-`post`). In the *process that fetches* (a DataLoader worker, or the same one) `fetch_many` acts on it: one round to the
-store for the planned hits, one call to the origin for the rest, then departures, and arrivals last.
-
-The capacity is a promise in bytes, kept by `shade.cache.admission`. An entry that fails its checksum is a miss and is
-repaired in place, in the space that it has already. Jobs that use the cache at the same time share it by slots
-(`shade.cache.job_registry`); while they do, `shade.cache.sharing` decides instead of the policy.
+`post`). In the *process that fetches* `fetch_many` acts on it. `shade.cache.admission` keeps the capacity;
+`shade.cache.sharing` decides instead of the policy while several jobs use the cache.
 
 Invariant: `fetch_many` returns the origin's bytes for every sample, whatever the store does.
 

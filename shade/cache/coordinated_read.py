@@ -1,16 +1,9 @@
 """Coordinated reading: several jobs take one stream of samples in step, and only one of them reads the origin.
 
-A search for hyper-parameters trains many models on the same data. If they take the same samples in the same order at
-about the same time, each sample is read once for all of them, whatever the cache holds. So jobs that name the same
-group have one stream: the draws of their leader, the living member in the lowest slot. The leader is ahead of the
-others by a window that the cache can hold; what it brings in stays until the last follower has used it, because each
-follower wants it next (`shade.policy.streams`). The group counts as one job in the division of the cache, and the
-leader keeps entries for all.
-
-A follower waits until the leader has fetched a batch before it asks for it, and the leader waits for the slowest
-follower. So all run at the pace of the slowest: that is the price. A follower that dies or leaves is not waited for;
-when the leader does, the next in line leads, with the draws that it has and then with its own. Gradients stay unbiased:
-the weights that come with a draw belong to its probabilities, whichever job's losses these came from.
+Jobs that name the same group have one stream: the draws of their leader, the living member in the lowest slot. The
+leader is ahead of the others by a window that the cache can hold; what it brings in stays until the last follower has
+used it. A follower waits until the leader has fetched a batch, and the leader waits for the slowest follower: all run
+at the pace of the slowest. Gradients stay unbiased: the weights that come with a draw belong to its probabilities.
 
 Invariant: no job waits for a job that is dead.
 """

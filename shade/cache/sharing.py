@@ -1,20 +1,12 @@
 """Sharing: one rank's part in a cache that several jobs use at the same time.
 
 A thread keeps the job's record (rank 0 writes it, the others read) and learns from the other jobs' records which slots
-to read, how much this job may keep, and, from the orders that they publish, when they will want what. While another job
-lives, no plan can say what the cache will hold; so the exact plan rests, and each rank decides for itself, sample by
-sample, with `shade.policy.streams`: a sample stays that any job uses soon. What a rank holds is then known from what
-its own workers wrote and removed (`ResidencyMap.held_N`), not from a plan.
+to read, how much this job may keep, and when they will want what. While another job lives, the exact plan rests, and
+each rank decides for itself with `shade.policy.streams`: a sample stays that any job uses soon. What a rank holds is
+then known from what its own workers wrote and removed (`ResidencyMap.held_N`).
 
-Each rank looks after the entries that it brought in, within its equal part of the job's quota. An entry of another job
-is a hit like any other, and is not brought in twice. When the other jobs have gone, their entries are taken over, and
-the next epoch is planned exactly again. Without another job there is one record and a sleeping thread, and nothing else
-differs.
-
-Races: 1. *Another job has used a sample since the last look.* The sample counts as wanted for up to a beat too long. 2.
-*A worker brings in what the next look would not want.* It leaves with the next sweep. 3. *The store does not answer.*
-The last view stays in force; leases count from the last change that was seen, so no job is declared dead because
-looking failed.
+Each rank looks after the entries that it brought in, within its equal part of the job's quota. When the other jobs have
+gone, their entries are taken over, and the next epoch is planned exactly again. Decision 0024.
 
 Legend: B batch of one rank · G global batch · N data set · R held by this rank · W ranks.
 """

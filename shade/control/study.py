@@ -3,18 +3,12 @@
 Optuna's Gaussian process chooses each next point. scikit-learn's fits the expected quality of a profile, because
 Optuna keeps its own fit private. Both are imported when a search runs. Decision 0019 compares the samplers.
 
-Every evaluation is one line of JSON in a journal, written when the evaluation ends. Failures are written too and count
-as the worst quality so far, so the search avoids their neighbourhood. The journal is the only state: each next point is
-a function of the journal and the seed. A study that is killed at any moment therefore resumes with the points that it
-would have tried, and repeats only the evaluation that was running. The price is a new fit for every point, about 0.1 s.
-
-`CommandObjective` runs the user's training command once and reads the quality from its output. The output goes to a
-file and is read line by line; the last line with the metric counts. A command that takes too long is killed together
-with its child processes. So is a command that is running when the study ends, even by SIGKILL.
+Every evaluation is one line of JSON in a journal, failures too, and the journal is the only state: each next point is a
+function of the journal and the seed. A study that is killed at any moment resumes with the points that it would have
+tried. `CommandObjective` runs the user's training command once and reads the quality from its output.
 
 References:
-    Lim et al., SIGCOMM 2024: Bayesian optimisation of (global batch, compression) over a fraction of the training, with
-    10 initial evaluations and 31 in all, as here.
+    Lim et al., SIGCOMM 2024: Bayesian optimisation of (global batch, compression) with 10 initial evaluations of 31.
 """
 
 from __future__ import annotations

@@ -63,20 +63,9 @@ class FolderContent:
 
 
 def check(config: RunConfig, stores: StoreURLs) -> str:
-    """Checks the whole plan.
-
-    Args:
-        config: The resolved run.
-        stores: Its stores' URLs, with their passwords.
-
-    Returns:
-        What is trained and validated on, in one line.
-
-    Raises:
-        ConfigError: The plan is impossible.
-        DataError: The data set is missing or malformed.
-        StoreAuthError: A named server refused the credentials.
-    """
+    """Checks the whole plan; returns what is trained and validated on, in one line. Raises ConfigError if it is
+    impossible, DataError if the data set is missing or malformed, and StoreAuthError if a named server refused the
+    credentials."""
     check_names(config)
     check_ranks(config)
     content, *more = [check_folder(Path(path)) for path in config.train_paths]
@@ -184,18 +173,9 @@ def _count_gpus() -> int:
 
 
 def check_folder(root: Path) -> FolderContent:
-    """Checks that a folder is in ImageFolder layout and that the first image of each class decodes.
-
-    Args:
-        root: The folder.
-
-    Returns:
-        Images, classes, and the sizes of the first image of each class.
-
-    Raises:
-        DataError: It is missing or empty, a class has no image, a first image cannot be decoded, or the classes are
-            the parts of a data set, such as train and val.
-    """
+    """Checks that a folder is in ImageFolder layout and that the first image of each class decodes; returns images,
+    classes and the sizes of these images. Raises DataError if it is missing or empty, a class has no image, a first
+    image cannot be decoded, or the classes are the parts of a data set, such as train and val."""
     if not root.is_dir():
         raise DataError.of("a folder with one sub-folder per class", str(root), "check the path (is it mounted?)")
     classes = sorted(entry.path for entry in os.scandir(root) if entry.is_dir())

@@ -1,12 +1,9 @@
 """Starts the ranks of one machine through torch.distributed.run, shows their progress, and ends them with the launcher.
 
-Three mechanisms end them. A signal to the launcher becomes an exception, which unwinds through `Ranks.stop`. A launcher
-that is killed outright cannot unwind: the kernel then sends torch.distributed.run a SIGTERM, which it passes on. And if
-torch.distributed.run itself is killed, each rank has asked the kernel for the same (`TrainSession`). Workers of the
-DataLoader end by themselves, within five seconds of their rank.
-
-`watch` shows a bar on a terminal; a pipe or a file gets only the report and the errors. Rank 0 keeps a small file with
-its present step (`TrainSession`), which is read a few times a second. ``train.log`` has the epochs for everyone else.
+A signal to the launcher becomes an exception, which unwinds through `Ranks.stop`. If the launcher, or
+torch.distributed.run, is killed outright, the kernel sends their children a SIGTERM. Workers of the DataLoader end by
+themselves, within five seconds of their rank. `watch` shows a bar on a terminal, by a small file with rank 0's present
+step; a pipe or a file gets only the report and the errors.
 """
 
 from __future__ import annotations

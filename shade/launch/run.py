@@ -3,11 +3,6 @@
 Exit codes: 0 done · 1 a rank failed, one line says which and why · 2 bad input, one line says what was expected, and
 nothing was written · 128+n ended by signal n.
 
-The run directory and the link to its log are made when the ranks are about to start, and removed if nothing came of it.
-A bad input that only a rank can see (a network that the script does not know, a password that changed meanwhile) must
-leave as little behind as one that the launcher sees itself. So `Workspace` remembers what it made, and `undo` removes
-that and nothing else.
-
 Invariant: for a run on one machine, the ``hitting`` and ``miss`` lines of train.log are as many as the rows of
 metrics.jsonl say together. A killed run has logged accesses that no row counts; when it is resumed they get a row of
 their own, of the kind ``lost``.

@@ -315,19 +315,9 @@ def _scaled(inclusion: Inclusion, goal: float) -> Inclusion:
 def solve(
     scores: Scores, cap: float, smallest_root: float, floor_C: Units, class_N: Classes | None, num_drawn: int
 ) -> Inclusion:
-    """Solves what `unbiased.solve_units` solves.
-
-    Args:
-        scores: Samples that were never seen are certain.
-        cap: Scores above this count as this.
-        smallest_root: Smallest sqrt(score) as a share of the largest, > 0.
-        floor_C: uint32, the smallest units of each class; one number without classes.
-        class_N: Classes 0 … C−1, or None.
-        num_drawn: K.
-
-    Returns:
-        The probabilities, summing to exactly K.
-    """
+    """Solves what `unbiased.solve_units` solves: returns probabilities that sum to exactly K. Scores above ``cap``
+    count as this; ``smallest_root`` is the smallest sqrt(score) as a share of the largest; ``floor_C`` are uint32,
+    the smallest units of each class, one number without classes."""
     classes = np.empty(0, dtype=np.uint16) if class_N is None else class_N
     per_cap = 1 / cap if cap > 0 else 1.0  # else every score that counts is 0
     goal = float(num_drawn) * ONE

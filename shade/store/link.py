@@ -1,22 +1,12 @@
 """Holds one connection to one Redis server: sends a batch, reads its replies.
 
 redis-py makes the connection: socket, TLS, login. The batch is our own: hiredis packs and parses it without a layer
-between. An error reply is a value in its place, so the batch is read to its end. `Link.advance` takes replies as they
-arrive, so one thread can listen to many servers. The socket's timeout is a *progress* timeout: it bounds each wait for
-the next bytes and not a whole transfer, so a large batch over a slow network does not fail, while a stalled server is
-detected after ``timeout_seconds``. The kernel keeps it (SO_SNDTIMEO and SO_RCVTIMEO, socket(7)), except with TLS:
-Python's own timeout returns to the interpreter twice for each 200 KB that fit into a socket, and each return waits
-while another thread computes in it. There are no retries: a connection that broke is closed, and the next batch opens
-another. Decisions 0002 and 0025 have the price of the libraries and of the timeout.
+between. `Link.advance` takes replies as they arrive, so one thread can listen to many servers. The socket's timeout is
+a *progress* timeout: it bounds each wait for the next bytes and not a whole transfer. There are no retries: a
+connection that broke is closed, and the next batch opens another. The system resolves names, with its own timeout.
 
-A value in memory that maps a file (a checkpoint's buffer) goes to a unix socket by sendfile(2): the server receives it
-from the file's pages, and the sender copies nothing. So such a value must not change before the reply has come. On TCP
-the same call saved nothing. Decision 0052 has the measurements.
-
-A failure closes the connection first and raises an exception with the address: half a reply left in it would answer the
-next caller's question. Invariant: an open link has no reply outstanding between two batches.
-
-The system resolves names, with its own timeout; use addresses where that matters.
+Invariant: an open link has no reply outstanding between two batches. Decisions 0002, 0025 and 0052 have the price of
+the libraries, of the timeout and of sendfile(2).
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """The folder of a run's shared-memory buffers, and its records; without PyTorch, for launchers and tools.
 
 The buffers lie in the machine's shared memory, under the user and the run id. `_buffer.shared_memory_tier` writes them
-and says what the files are. The logs of flushers lie beside the runs' folders.
-
-A flusher's log is locked (flock, shared) as long as it is open: the lock belongs to the open file, which the flusher
-inherits as its standard error, so it ends with the flusher however that ends. A log is removed under an exclusive lock.
-If a flusher ends while another one of the run starts, the other one holds the lock too, so the log stays; or it waits
-for the lock, finds that its file has lost its name, and makes a new one. If a flusher is killed, nothing holds the
-lock, and the next run on this machine removes the log.
+and says what the files are. The logs of flushers lie beside the runs' folders, each locked (flock, shared) as long as a
+flusher has it open, and removed under an exclusive lock.
 """
 
 from __future__ import annotations

@@ -3,15 +3,8 @@
 DCP plans which rank needs which part of which saved piece, for any old and new world size. Each rank reads and verifies
 the chunks that hold those bytes, from the nearest location that has them intact. A piece of rows is a range of bytes;
 for a piece of columns everything between its first and last byte is read. Bytes pass through two windows of memory: one
-is filled while the other is copied onwards. So a load needs little memory beside its target, and faults that little in
-once. Values are cast to the target's type, as in DCP.
-
-Nothing that was stored is unpickled. DCP's `DefaultLoadPlanner.load_bytes` would do so (`torch.load` with
-``weights_only=False``), so objects are put directly where it would put them. A planner that overrides `load_bytes`
-receives bytes that `torch.save` has just made here from the plain types of the skeleton.
-
-`gather_state` gathers a sharded snapshot in one process, for exports; it needs memory for the whole state. It is nested
-as DCP's planner says; dicts come back with string keys, as DCP has them.
+is filled while the other is copied onwards. Nothing that was stored is unpickled. `gather_state` gathers a sharded
+snapshot in one process, for exports; it needs memory for the whole state.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """ShadeWriter: saves with `torch.distributed.checkpoint` into cluster memory and durable storage.
 
-DCP plans which rank writes what and gathers the outcomes; this module stores. The life of a save, and of a crash:
+DCP plans which rank writes what and gathers the outcomes; this module stores:
 
 1. The coordinator prepares a location in the first tier that has scratch; each rank learns it with its plan.
 2. Every rank packs what the plan gives it into one shard (`_integrations.dcp_shard`), puts it there, and checks that it
-   has not changed meanwhile. Objects are taken from the planner before `torch.save` pickles them.
+   has not changed meanwhile.
 3. DCP gathers the outcomes; if one rank fails, all do, and `finish` is not called.
 4. The coordinator puts DCP's metadata as the last shard, then the commit record. Before that nothing is visible.
 
-DCP makes the ranks agree, so nothing here is collective; as DCP's own collectives demand, saves run one at a time. Many
-scripts create a writer for every save, and some pickle it to another process. So what is open (connections, the run
-lock, the flusher of a store) belongs to the process and not to a writer; `release` or the end of the process closes it.
+Nothing here is collective. What is open (connections, run lock, flusher) belongs to the process and not to a writer.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
 """Saves one last snapshot before the deadline of a preemption notice, of a step that all ranks agree on.
 
-A notice may reach one rank only, at any moment of a step; a snapshot needs all ranks, after the same step. Ordinary
-steps spend no collective on this: a thread on each rank looks ten times a second for a notice from its sources or
-another rank. Then:
+A notice may reach one rank only, at any moment of a step. A thread on each rank looks ten times a second:
 
 1. The rank with the notice writes it to torch.distributed's own key-value store.
 2. Every rank's thread reads it there, and writes the step that its training is in. From then on the training pauses at
-   the end of each step until the target is known: so it cannot have passed the step that was written.
-3. Rank 0 reads all steps; the largest is the target. A rank that waits for the target waits for the other ranks'
-   *threads* only, never for their training, which may be in a collective that waits for this very rank.
+   the end of each step until the target is known.
+3. Rank 0 reads all steps; the largest is the target. A rank waits for the other ranks' *threads* only.
 4. At the target all ranks save, wait as long as the time allows, log how far the save came, and stop.
 
-How far the save can come is predicted from the last saves (`_preemption.recovery_estimate`): durable, if that fits;
-else committed in the cluster's memory, from where the flusher continues; else in shared memory, which a killed process
-leaves behind. If not even the copy fits, no save is begun, since it would overwrite the snapshot in the buffer.
-Invariant: what was committed before the notice stays committed, unless a newer snapshot took its place.
+How far the save can come is predicted from the last saves. Invariant: what was committed before the notice stays
+committed, unless a newer snapshot replaced it.
 """
 
 from __future__ import annotations
@@ -198,6 +193,8 @@ class Deadline:
             self._store.write("notice", message)
         with self._lock:  # a step that ends now pauses, or has been counted
             self._notice = notice
+            # From now on the training pauses at the end of each step until the target is known, so it cannot pass this
+            # step.
             step = self._saving.step_count + (not self._pausing)
         self._store.write_own(step)
 
@@ -208,6 +205,8 @@ class Deadline:
         """Takes step 3."""
         while not self._closed and notice.seconds_left > 0:
             if self._store.rank == 0 and (steps := self._store.read_all()) is not None:
+                # A rank that waits for the target waits for the other ranks' threads only, never for their training,
+                # which may be in a collective that waits for this very rank.
                 target = max(steps)
                 goal = self._goal(notice)
                 self._store.write("plan", {"target": target, "goal": goal})
@@ -232,6 +231,7 @@ class Deadline:
             return "whatever it can"
         if forecast.durable_seconds is not None and forecast.durable_seconds < left:
             return "storage"
+        # Committed in the cluster's memory: the flusher, which nobody preempts, continues from there.
         if forecast.committed_seconds < left:
             return "cluster memory"
         return "shared memory" if forecast.copied_seconds < left else None

@@ -1,13 +1,8 @@
 """Estimates what a failure would cost now: "if killed now: lose 3 steps / 1.2 s, recover in 0.4 s from shared memory".
 
 Three failures are distinguished, since each leaves other tiers: this process dies (shared memory is left), its machine
-is lost (the cluster's memory is left, if it lies on other machines), all machines are lost (storage is left). For
-each: how many steps and seconds of training would be done again, and how long the restore takes.
-
-Nothing is measured for this alone. The losses follow from the committed saves; the times from the last few saves, and
-after a restore from how long it took. Reading an estimate costs microseconds and is safe in any thread. On rank 0 a
-thread asks the store whether the snapshot committed last is durable, at intervals that grow with the answer's delay: at
-most 20 small requests a second, none when all is durable. Other ranks ask when their estimate is read.
+is lost (the cluster's memory is left, if it lies on other machines), all machines are lost (storage is left). The
+losses follow from the committed saves; the times from the last few saves, and after a restore from how long it took.
 
 Invariant: a snapshot counted as recoverable was committed in that tier; errors are on the side of losing more.
 """

@@ -1,12 +1,9 @@
 """Reads snapshots from all tiers, verifies every byte, repairs what it can, and decodes chunks.
 
 A snapshot has the same record digest in every tier. So a chunk may come from any tier, nearest first, and from any copy
-in it, if it has the digest that the manifest states; the record states the manifest's. What is missing or wrong in one
-location is read from the next, and `Reader.repair` writes it back. Invariant: no byte leaves `Reader` unverified.
-
-`ShardDecoder` decodes the chunks of a shard. A delta needs the same chunk of the base, which may be a delta too, and so
-on down to the keyframe. Each step is compared with the digest in that shard's manifest, so a wrong base or a lost or
-repeated delta is found where it happens. Shared memory holds the data unencoded, and then nothing is decoded.
+in it. What is missing or wrong in one location is read from the next, and `Reader.repair` writes it back. Invariant: no
+byte leaves `Reader` unverified. `ShardDecoder` decodes the chunks of a shard, down to the keyframe; each step is
+compared with the digest in that shard's manifest.
 
 Invariant: the decoded data of a version 2 snapshot has the digest that was computed when it was saved. For version 1
 this holds of the stored form, which its codec decodes in one way only.
@@ -152,19 +149,8 @@ class Reader:
     def chunks(
         self, snapshot: Snapshot, manifest: Manifest, numbers: Iterable[int] | None = None
     ) -> Iterator[tuple[int, Bytes]]:
-        """Yields verified chunks of one shard, in stored form.
-
-        Args:
-            snapshot: The snapshot.
-            manifest: The shard's manifest.
-            numbers: Chunk numbers; all by default.
-
-        Yields:
-            Number and bytes, in the order of ``numbers``. A view of shared memory is valid until the next save.
-
-        Raises:
-            CorruptCheckpointError: A chunk is lost in every copy.
-        """
+        """Yields number and bytes of verified chunks of one shard, in stored form, all by default. A view of shared
+        memory is valid until the next save. Raises CorruptCheckpointError if a chunk is lost in every copy."""
         wanted = list(range(len(manifest.chunks)) if numbers is None else numbers)
         for first in range(0, len(wanted), BATCH):
             batch = wanted[first : first + BATCH]
@@ -242,18 +228,9 @@ class Reader:
         )
 
     def examine(self, snapshot: Snapshot, advance: Callable[[int], None] = lambda num_bytes: None) -> list[Damage]:
-        """Reads every byte in every copy of every location.
-
-        Args:
-            snapshot: The snapshot.
-            advance: Called with the number of bytes that have just been read.
-
-        Returns:
-            One entry per location, intact ones included.
-
-        Raises:
-            CorruptCheckpointError: A manifest is lost in every copy, so that nothing can be compared.
-        """
+        """Reads every byte in every copy of every location; returns an entry for each, intact ones included.
+        ``advance`` is called with the bytes just read. Raises CorruptCheckpointError if a manifest is lost in every
+        copy, so that nothing can be compared."""
         report = []
         manifests = [self.manifest(snapshot, rank) for rank in range(snapshot.record.world_size)]
         for source in snapshot.sources:
@@ -308,20 +285,9 @@ def _collect(
     batch: Sequence[int],
     ask: Callable[[SnapshotSource, Sequence[int], int], Sequence[Bytes | None]],
 ) -> dict[int, Bytes]:
-    """Reads what is missing from location after location, copy after copy, and returns the verified batch.
-
-    Args:
-        snapshot: The snapshot.
-        manifest: The shard's manifest.
-        batch: Chunk numbers.
-        ask: Returns unverified chunks from one copy in one location.
-
-    Returns:
-        All chunks of the batch, by number.
-
-    Raises:
-        CorruptCheckpointError: A chunk is lost in every copy.
-    """
+    """Reads what is missing from location after location, copy after copy, and returns the verified batch, by chunk
+    number. ``ask`` returns unverified chunks from one copy in one location. Raises CorruptCheckpointError if a chunk
+    is lost in every copy."""
     found: dict[int, Bytes] = {}
     for source in snapshot.sources:
         if source.tier.holds_plain and manifest.version > 1:
@@ -392,17 +358,9 @@ class ShardDecoder:
         self._reader, self._snapshot, self._manifest = reader, snapshot, manifest
 
     def chunks(self, numbers: Sequence[int]) -> dict[int, Bytes]:
-        """Returns decoded chunks by number; threads may share this object.
-
-        Args:
-            numbers: Chunk numbers, a few dozen at once.
-
-        Returns:
-            Their data. A view of shared memory is valid until the next save.
-
-        Raises:
-            CorruptCheckpointError: A chunk, or one of its bases, is lost in every copy.
-        """
+        """Returns decoded chunks by number, a few dozen at once; threads may share this object. A view of shared
+        memory is valid until the next save. Raises CorruptCheckpointError if a chunk, or one of its bases, is lost
+        in every copy."""
         manifest = self._manifest
         if manifest.version == 1:
             codec = standalone_codec(manifest.codec)

@@ -1,18 +1,11 @@
 """Delegates each save to the strategy whose saves cost this training least on this machine.
 
-`auto` tries each strategy that fits the open tiers for `TRIALS` saves, then keeps the one whose saves cost least. It
-measures every save, so the choice follows changes of the training and the machine; the interval is the schedule's.
-
-A save costs the time that the training waits, and what the saving threads' CPU time takes from the training. The steps
-after a save are longer by both, but steps vary as much without a save. The wait and the CPU time are exact, and a
-second of CPU time costs the training alike in all strategies, so all saves together show how much (`_drag`): nearly
-nothing with idle cores, a second with none.
+`auto` tries each strategy that fits the open tiers for `TRIALS` saves, then keeps the one whose saves cost least. A
+save costs the time that the training waits, and what the saving threads' CPU time takes from the training; all saves
+together show how much a second of it takes (`_drag`).
 
 All ranks use the same strategy: rank 0 chooses, and its choice travels with the pace of its saves, so it takes effect
-two saves later. A requested trial therefore counts before it is measured; else each trial would last as long again as
-the answers take. Candidates restore bit for bit, fit the open tiers (codec, slots, buffers, saves in flight) and wait
-for no more than the copy, since any further wait costs more. Price: a few saves by more expensive strategies. The log
-shows the measurements at each change of the choice and at the end.
+two saves later. Candidates restore bit for bit and wait for no more than the copy. Decision 0038.
 """
 
 from __future__ import annotations

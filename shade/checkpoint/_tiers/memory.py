@@ -1,21 +1,13 @@
 """Keeps snapshots in the memory of the cluster, in slots that are reused in turn and protected by copies or parity.
 
 `slot_table` says where everything lies. A slot is *dirty* while its snapshot is not in storage; only the flusher clears
-the bit. `MemoryTier.prepare` takes a clean slot. If storage is slower than the saves it takes the oldest dirty slot
-that no flusher holds: a newer snapshot is committed already, and training does not wait for a disk. It never takes the
-newest snapshot or the base of another one in memory. The log says once that snapshots are overtaken.
+the bit. `MemoryTier.prepare` takes a clean slot, else the oldest dirty one that no flusher holds, and never the newest
+snapshot or the base of another one in memory.
 
-Chunks go through a few threads, each with its own connections: SET from the caller's memory to the socket without a
-copy, GET from the socket into the caller's memory (`Store.get_many_into`). Small values go to every server, and the
-first correct one counts. A write needs every server: if one is down, `prepare` refuses and the caller saves elsewhere.
-A read uses the servers that answer.
-
-`check_capacity` decides before anything changes whether a snapshot fits. It counts the allocator's rounding and what is
-in flight (a server reads a large value into a buffer of the same length first). The fullest server decides. Cost: one
-INFO per save.
-
-Invariant: a location in `held` was complete on every server when its record was written, and nothing of an earlier
-snapshot in that slot can be found. With `SlotLayout.survives` ≥ 1 this holds after the loss of that many servers.
+A write needs every server: if one is down, `prepare` refuses and the caller saves elsewhere. A read uses the servers
+that answer. Invariant: a location in `held` was complete on every server when its record was written, and nothing of an
+earlier snapshot in that slot can be found. With `SlotLayout.survives` ≥ 1 this holds after the loss of that many
+servers.
 """
 
 from __future__ import annotations
@@ -130,6 +122,7 @@ class MemoryTier(Tier):
                 del self._pending[next(iter(self._pending))]
             layout, (table, tags) = self._layout(), self._records.table()
             number, reused = self._slots_to_reuse(table)
+            # Before anything changes: a snapshot that does not fit must not cost the one whose slot it would take.
             check_capacity(self.store, layout, shard_bytes, reused, self._num_threads * CHUNK_BYTES)
             for slot in reused:
                 self._records.erase_record(slot)
@@ -164,6 +157,7 @@ class MemoryTier(Tier):
                 for number in set(range(self._num_slots)) - needed_slots(commits) - claimed
                 if self._flushed and not self._records.has(table.slots[number], hold_name(table.slots[number]))
             ]
+            # A newer snapshot is committed already, and training does not wait for a disk.
             if free and not self._has_overtaken:
                 self._has_overtaken = True
                 logger.warning("storage is slower than the saves: some leave %s before they are in storage", self.name)
@@ -196,6 +190,7 @@ class MemoryTier(Tier):
         before = self._records.extent(slot, manifest.rank)
         if before > num_chunks:
             self.store.delete_many(list(self._records.names.content(slot, manifest.rank, num_chunks, before)))
+        # Raised before the chunks are written, so that whoever erases the slot later finds all of them.
         if before != num_chunks:
             self._records.write_everywhere(slot, extent, b"%d" % num_chunks)
         group = max(1, slot.layout.num_data)

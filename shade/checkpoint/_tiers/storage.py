@@ -1,15 +1,8 @@
 """Stores snapshots in durable storage: a folder per step, a data file and a manifest per rank, the commit record last.
 
-::
-
-    <run>/step-0000000120/rank-0.safetensors    header and chunks; rank-0.chunks with a codec other than none
-                          rank-0.json           the manifest
-                          commit.json           the record; without it the folder does not count
-    <run>/step-0000000120.2/…                   the same step saved again while the first one existed
-
-Every file appears complete or not at all (`Volume.write`), so only the order matters: shards before the record; on
-removal, the record before the shards. There is one copy; damage is repaired from another tier or not at all. A repair
-writes the shard's whole file again, because buckets cannot be patched.
+docs/format.md §2 has the names of the files. Every file appears complete or not at all (`Volume.write`), so only the
+order matters: shards before the record; on removal, the record before the shards. There is one copy; damage is repaired
+from another tier or not at all.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Defines a tier: a location that holds committed snapshots. Shared memory, cluster memory and storage are tiers.
+"""Defines a tier: what holds committed snapshots. Shared memory, cluster memory and storage are tiers.
 
 A snapshot enters every tier in the same four steps:
 
-1. `Tier.prepare`, on one rank: chooses a *location* (a slot, a folder), removes what lay there, and raises if there is
-   no room. All ranks receive the location.
+1. `Tier.prepare`, on one rank: chooses a *location* (a slot, a folder), and raises if there is no room.
 2. `Tier.put`, on every rank: writes its shard, chunks first, then the manifest. It is not visible yet.
 3. The ranks vote. If one failed: `Tier.discard`.
 4. `Tier.commit`, on one rank (on each, if the tier belongs to a machine): writes the record. Now the snapshot exists.
 
-A tier returns bytes unverified. `_restore.reader` compares them with the record, falls back to another copy or tier,
-and repairs the tier with what it finds there.
+A tier returns bytes unverified; `_restore.reader` verifies them.
 """
 
 from __future__ import annotations

@@ -78,20 +78,9 @@ def add_locations(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def opened(given: argparse.Namespace, *, shared_memory: bool = False) -> Iterator[Locations]:
-    """Opens the named locations.
-
-    Args:
-        given: The arguments of `add_locations`.
-        shared_memory: Read this machine's shared memory too, if the run has left anything there.
-
-    Yields:
-        The tiers.
-
-    Raises:
-        ConfigError: No location was named, or there is no run, or there are several.
-        StoreError: The store does not answer, and is needed to find the runs.
-        StorageError: The storage does not answer, and is needed to find the runs.
-    """
+    """Opens the locations that the arguments of `add_locations` name, and this machine's shared memory if asked for
+    and the run has left anything there. Raises ConfigError if none was named, or there is no run, or there are
+    several; StoreError or StorageError if what is needed to find the runs does not answer."""
     from shade.checkpoint._restore.reader import Reader
     from shade.checkpoint._tiers.memory import MemoryTier
     from shade.checkpoint._tiers.storage import StorageTier

@@ -29,7 +29,7 @@ from shade.process import replacing
 from shade.types import Floats
 
 LOSSES = "losses"
-"""Folder of the run directory."""
+"""Name of the folder of losses in the run directory."""
 _SAMPLES = "samples.json.gz"
 _LARGEST = 65504.0
 _CURE = "name the folder of a run whose script reports its losses (sampler.report)"

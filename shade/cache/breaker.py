@@ -27,17 +27,17 @@ from shade.types import Clock
 logger = logging.getLogger("shade.cache")
 
 FIRST_PAUSE_SECONDS = 1.0
-"""A question costs training nothing; a server may take this long to start."""
+"""First pause: a question costs training nothing, and a server may take this long to start."""
 LONGEST_PAUSE_SECONDS = 60.0
 SLOW_SECONDS = 0.1
 """A round below this is never called slow, whatever the origin does: scheduling noise must not close a cache."""
 ENTRY_SECONDS, BYTE_SECONDS = 10e-3, 20e-9
-"""Writing an entry and a byte may take so long beside that. A disk writes an entry in 0.05 ms, and in 4 ms if other
-programs have the processors."""
+"""What a write may take for each entry and byte, in addition to `SLOW_SECONDS`. A disk writes an entry in 0.05 ms,
+and in 4 ms if other programs have the processors."""
 SLOW_LOOK_UPS = 2
 WINDOW_WRITES, SLOW_WRITES = 5, 3
 ASKED_SHARE = 0.05
-"""Part of the time that a plan may spend on questions to which no good answer comes."""
+"""Largest share of the time that plans spend waiting for a store that gives no good answer."""
 SIGNING_SECONDS = 0.02
 NOT_LOGGED, LOGGED_RECOVERY = 0, -1
 """Values of ``ResidencyMap.logged_by`` beside process ids: nothing was logged yet; the recovery was logged too."""

@@ -22,11 +22,12 @@ from shade.errors import StoreError
 from shade.types import Floats, Order
 
 BEAT_SECONDS: Final = 0.05
-"""Followers notice the leader's progress this fast."""
+"""Interval at which followers look for the leader's progress."""
 _MARGIN_BATCHES: Final = 2
-"""Workers finish out of order."""
+"""Batches of margin, because workers finish out of order."""
 _LEAST_WINDOW_BATCHES: Final = 6
-"""With three or less all would wait for each other; with four a batch would take as long as news of it."""
+"""Smallest window. With three batches or less all jobs would wait for each other; with four, a batch would take as
+long as news of it."""
 _WINDOW_SHARE: Final = 0.25
 """Largest share of the cache for what the slowest follower has still to use."""
 _POLL_SECONDS: Final = 0.01

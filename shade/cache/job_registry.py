@@ -119,7 +119,7 @@ def slot_keys(fingerprint: str, slot: int) -> SampleKeys:
 
 
 class JobRegistry:
-    """One job's place among those that share a cache. ``namespace`` is the data set's fingerprint, ``group`` the name
+    """One job among those that share a cache. ``namespace`` is the data set's fingerprint, ``group`` the name
     of the jobs that take one stream; without an ``owner`` the job gets a new name."""
 
     def __init__(
@@ -257,7 +257,7 @@ class EntryNames:
         return [name for slot in self._residency.owned_slots for name in self.of(slot).many(indices)]
 
     def lookups(self, own: Sequence[int], elsewhere: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (sample index, slot) for each place to look in: ``own`` samples in this job's slots first, then those
+        """Returns (sample index, slot) for each slot to look in: ``own`` samples in this job's slots first, then those
         ``elsewhere``."""
         residency = self._residency
         mine = [(index, slot) for slot in residency.owned_slots for index in own]

@@ -34,13 +34,13 @@ from shade.types import Bools, Clock, Indices
 logger = logging.getLogger("shade.cache")
 
 _SMOOTHING: Final = 0.1
-"""Of a job's speed: two to three seconds of beats."""
+"""Weight of the newest measurement of a job's speed: it averages over two to three seconds of beats."""
 _SLOWEST: Final = 1e-3
-"""Samples a second of a job that stands still, so that its next uses are far away and not unknown."""
+"""Speed, in samples a second, assumed of a job that stands still: its next uses are far away, not unknown."""
 _LONGEST_PAUSE_SECONDS: Final = 4.0
-"""Between two looks at a store that does not answer; less than half a lease."""
+"""Longest pause between two looks at a store that does not answer; less than half a lease."""
 _SWEEP_SAMPLES: Final = 4096
-"""Residents that a sweep may look at for each batch: a fraction of a millisecond."""
+"""Most residents that a sweep looks at for each batch: a fraction of a millisecond."""
 
 
 class Sharing:
@@ -209,7 +209,7 @@ class Sharing:
             self._inherited.remove(slot)
 
     def _learn(self, others: Mapping[int, JobRecord]) -> None:
-        """Reads the orders of other jobs, their places in them, and their speeds."""
+        """Reads the orders of other jobs, their positions in them, and their speeds."""
         living = {record.owner for record in others.values()}
         for slot, record in others.items():
             stream = self._streams.get(record.owner) or Stream(self._num_samples)
@@ -298,7 +298,7 @@ class Sharing:
         self._cache.residency.post(index_B, np.ones(len(index_B), dtype=bool), stay_B, near_B, ending=ending)
 
     def place_after(self, num_global: int) -> tuple[int, int, int]:
-        """Returns where this job is after the next batch: the epoch, the place in it, and the epoch's length."""
+        """Returns where this job is after the next batch: the epoch, the position in it, and the epoch's length."""
         return self._epoch, self._cursor + num_global, len(self._orders[self._epoch])
 
     def advance(self, num_global: int) -> None:

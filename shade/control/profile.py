@@ -100,7 +100,7 @@ class Profile:
         shortfalls = [self.shortfall(batch, density) for density in self.densities]
         limit = min(shortfalls) + allowed_fraction + 1e-12
         best = shortfalls.index(min(shortfalls))
-        too_sparse = [place for place in range(best) if shortfalls[place] > limit]
+        too_sparse = [position for position in range(best) if shortfalls[position] > limit]
         return self.densities[too_sparse[-1] + 1 if too_sparse else 0]
 
     def curve(self, batch: int) -> Curve:
@@ -120,7 +120,7 @@ class Profile:
             with replacing(Path(path)) as beside:
                 beside.write_text(json.dumps({"format": FORMAT, **jsonable(asdict(self))}, indent=1) + "\n", "utf-8")
         except OSError as error:
-            raise ConfigError.of("a place for a profile", f"{path}: {error.strerror}", "name another") from None
+            raise ConfigError.of("a path for a profile", f"{path}: {error.strerror}", "name another") from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -145,7 +145,7 @@ class Profile:
 def _place(axis: tuple[float, ...] | tuple[int, ...], value: float) -> tuple[int, float]:
     """Returns the index of the axis point below the value, and the fraction of the way to the next, in logarithms."""
     inside = min(max(value, axis[0]), axis[-1])
-    place = max(min(bisect.bisect_right(axis, inside) - 1, len(axis) - 2), 0)
+    position = max(min(bisect.bisect_right(axis, inside) - 1, len(axis) - 2), 0)
     if len(axis) == 1:
         return 0, 0.0
-    return place, math.log(inside / axis[place]) / math.log(axis[place + 1] / axis[place])
+    return position, math.log(inside / axis[position]) / math.log(axis[position + 1] / axis[position])

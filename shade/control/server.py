@@ -42,7 +42,7 @@ _TIMEOUT_SECONDS: Final = 5.0
 NUM_STEPS: Final = 64
 """Steps that are kept of each rank."""
 MOST_RANKS: Final = 4096
-"""A sender with more ranks is not a training."""
+"""Upper bound of the ranks whose reports are kept: a sender with more is no training."""
 COUNTERS: Final = {
     "samples": "Samples trained on.",
     "sent_bytes": "Bytes of compressed gradients sent.",

@@ -46,7 +46,7 @@ _MOST_DRAWS: Final = 500
 """Random points that are drawn in search of one that was not tried."""
 _MOST_LINE_BYTES: Final = 1 << 16
 _SHOWN: Final = 200
-"""Characters of a last line that a message shows."""
+"""Most characters that a message shows of a command's last line."""
 _TIED: Final = """\
 import os, signal, sys
 from shade.process import die_with_parent
@@ -56,7 +56,8 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[2]}: {error.strerror}")
 """
-"""Becomes the command and dies with this process. A `preexec_fn` would be unsafe: the search has started threads."""
+"""Program that becomes the command and dies with this process. A `preexec_fn` would be unsafe: the search has
+started threads."""
 
 
 class EvaluationError(Exception):
@@ -114,12 +115,12 @@ class Space:
         return Point(batch, min(max(float(f"{density:.3g}"), least), most))
 
     def point(self, across: float, up: float) -> Point:
-        """Returns the point at a place of the unit square, where 0 is the least batch or density and 1 the greatest."""
+        """Returns the point at a position in the unit square; 0 is the least batch or density, 1 the greatest."""
         (low, high), (least, most) = self._multiples, self.densities
         return self.rounded(low * (high / low) ** across, least * (most / least) ** up)
 
     def unit(self, point: Point) -> tuple[float, float]:
-        """Returns the place of a point in the unit square."""
+        """Returns the position of a point in the unit square."""
         low, high = (each * self.batch_multiple for each in self._multiples)
         return _fraction(point.batch, low, high), _fraction(point.density, *self.densities)
 

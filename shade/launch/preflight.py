@@ -228,8 +228,8 @@ def check_snapshots(config: RunConfig, checkpoint_url: str | None) -> None:
     if config.persist is not None:
         _check_storage(config.persist)
     if config.resume and not has_snapshots(config, checkpoint_url):
-        places = ", ".join(filter(None, (config.checkpoint, shown_place(config.persist_to or ""))))
-        raise ConfigError.of("a checkpoint to resume from", f"none of run {config.run} in {places}", _RESUME_CURE)
+        locations = ", ".join(filter(None, (config.checkpoint, shown_place(config.persist_to or ""))))
+        raise ConfigError.of("a checkpoint to resume from", f"none of run {config.run} in {locations}", _RESUME_CURE)
 
 
 def _check_store(url: str) -> None:
@@ -258,7 +258,7 @@ def _check_storage(persist: str) -> None:
 
 
 def has_snapshots(config: RunConfig, checkpoint_url: str | None) -> bool:
-    """Returns whether any place holds a committed snapshot of the run; an unreachable place counts as empty."""
+    """Returns whether any location holds a committed snapshot of the run; an unreachable one counts as empty."""
     if own_records(own_folder(config.run)):
         return True
     with contextlib.ExitStack() as resources, contextlib.suppress(ShadeError):

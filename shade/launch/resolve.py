@@ -74,7 +74,7 @@ def _ours(name: str) -> list[str]:
 
 
 _GREEDY = {"--resume", *_original("val_paths"), *_original("host_ip"), *_original("port_num")}
-"""Flags that take the words after them, even one too many."""
+"""Flags that take several words, and so would take the script for one of them."""
 
 
 def parse(argv: Sequence[str], prog: str = "runshade.py") -> argparse.Namespace:

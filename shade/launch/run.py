@@ -38,7 +38,7 @@ _OURS = ("run.json", "train.log", "output.log", "metrics.jsonl", "trace.npz", "t
 
 
 class Workspace:
-    """The places where a run writes.
+    """Where a run writes.
 
     Args:
         config: The resolved run.

@@ -306,7 +306,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 class _Frame:
-    """Maps epochs and values to places in the picture, rounded to a tenth of a pixel."""
+    """Maps epochs and values to positions in the picture, rounded to a tenth of a pixel."""
 
     left, right, top, bottom, width, height = _LEFT, WIDTH - _RIGHT, _TOP, HEIGHT - _BOTTOM, WIDTH, HEIGHT
 
@@ -324,7 +324,7 @@ class _Frame:
         return round(self.left + (epoch - self._first + 0.5) * self._slot, 1)
 
     def y(self, value: float) -> float:
-        """Returns the place of a value, from the top."""
+        """Returns the position of a value, from the top."""
         share = (min(max(value, self._low), self._high) - self._low) / (self._high - self._low)
         return round(self.bottom - share * (self.bottom - self.top), 1)
 

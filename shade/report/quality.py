@@ -28,9 +28,9 @@ EVEN_CHANCE = 0.5
 SUSPICIOUS = 0.5
 """Suspicion from which on a label counts as likely wrong: half the confidence that is usual in the class."""
 FEWEST_USES = 2
-"""Below, nothing is said of a sample: one use may have met an unlucky crop."""
+"""Least number of uses after which a sample is judged: one use may have met an unlucky crop."""
 SETTLED_AFTER = 3
-"""Epochs from which on the first is left out."""
+"""Number of epochs from which on the first one is left out."""
 
 PRECISION = (
     f"Precision: with a tenth of the labels wrong (1,437 digits, 6 epochs), {percent(0.8)} or more of the first "

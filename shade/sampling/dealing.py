@@ -119,7 +119,7 @@ def redeal(home_G: Indices, hit_G: Bools, size_W: Indices, host_W: Indices) -> I
         host_W: Host of each rank.
 
     Returns:
-        int64 (G,): places of the batch, rank 0's share first, each share in the order of the batch.
+        int64 (G,): positions in the batch, rank 0's share first, each share in the order of the batch.
     """
     num_hosts = int(host_W.max()) + 1
     room_H = np.bincount(host_W, weights=size_W, minlength=num_hosts).astype(np.int64)

@@ -32,7 +32,7 @@ BUCKET = 1 << 17
 """Samples a bucket, on average: with their probabilities 1 MB, which fits a core's second cache."""
 
 _PART = 61
-"""One of so many samples gives the first guess of the scale."""
+"""Every so many samples, one gives the first guess of the scale."""
 _BLOCK = 1 << 12
 """Samples whose probabilities are computed at a time."""
 _BITS = 30

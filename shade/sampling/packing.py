@@ -28,7 +28,7 @@ from shade.sampling.uniform import shuffled
 from shade.types import Order
 
 UNIT = 1 << 30
-"""All shares together."""
+"""Sum of all shares."""
 SLACK = 0.02
 """Share of a sequence that may stay empty, so that no document is cut."""
 
@@ -64,7 +64,7 @@ class SequencePacker:
 
     def __init__(self, length_S: Sequence[npt.NDArray[np.int64]], sequence_length: int, seed: int, window: int) -> None:
         self._length_S, self._sequence_length, self._seed, self._window = length_S, sequence_length, seed, window
-        self._at_S = [[0, 0, 0] for _ in length_S]  # pass, place in its order, tokens drawn of the document there
+        self._at_S = [[0, 0, 0] for _ in length_S]  # pass, position in its order, tokens drawn of the document there
         self._credit_S = [0] * len(length_S)
         # Tokens in sequences have a credit of their own, because long pieces wait longer than short ones: without it a
         # source of long documents would lag behind by what waits of it.
@@ -166,7 +166,7 @@ class SequencePacker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to the place of a `state_dict`."""
+        """Goes to the position of a `state_dict`."""
         self._number = int(state["number"])
         self._at_S = [[int(each) for each in at] for at in state["at"]]
         self._credit_S, self._packed_credit_S = ([int(each) for each in credits] for credits in state["credit"])

@@ -45,19 +45,21 @@ _SEND_ALONE_BYTES: Final = 6000
 _SEND_SLICE_BYTES: Final = 1 << 18
 """With TLS. `socket.sendall` applies its timeout to the whole buffer; slices make it a progress timeout again."""
 _UNIX_SEND_BYTES: Final = 1 << 20
-"""A unix socket takes so much before its sender waits. By default it is a fifth, and each wait ends with a switch of
-threads. The system may allow less. TCP chooses by itself."""
+"""Send buffer of a unix socket. The default is a fifth of it, and whenever it is full the sender waits and threads
+are switched. The system may allow less; TCP chooses by itself."""
 _WITHOUT_SENDFILE: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _MOST_SHORT_WORDS: Final = 2
-"""A verb and a key: hiredis packs these in a quarter of redis-py's time, but would copy a large value."""
+"""Words of the commands that hiredis packs: a verb and a key. It takes a quarter of redis-py's time for these, but
+would copy a large value."""
 
 _SHORTEST_LINE_BYTES: Final = 4
-"""``$5`` and the line end: this much can be read before the length is known."""
+"""Length of the shortest header of a value, ``$5`` and the line end: this much can be read before the length is
+known."""
 _LOGIN_BYTES: Final = 4096
-"""redis-py reads a few replies at login and none after it."""
+"""Bytes that redis-py reads at once: a few replies at login, and none after it."""
 _UNFINISHED: Final = object()
 _hiredis: Any = hiredis
-"""Its own stubs know fewer kinds of bytes, and of errors, than it accepts."""
+"""hiredis without its stubs, which know fewer kinds of bytes, and of errors, than it accepts."""
 
 
 class _RawErrorParser(DefaultParser):  # type: ignore[misc]

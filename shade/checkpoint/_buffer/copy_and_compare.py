@@ -198,21 +198,21 @@ def _compile() -> tuple[_Loop, _Loop]:
         return address(address), generate
 
     @intrinsic
-    def word_at(typing_context: Any, place: Any) -> Any:
+    def word_at(typing_context: Any, offset: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.load(builder.inttoptr(arguments[0], word.as_pointer()), align=1)
 
         return numba.types.uint64(address), generate
 
     @intrinsic
-    def byte_at(typing_context: Any, place: Any) -> Any:
+    def byte_at(typing_context: Any, offset: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.load(builder.inttoptr(arguments[0], cgutils.voidptr_t))
 
         return numba.types.uint8(address), generate
 
     @intrinsic
-    def mark(typing_context: Any, place: Any) -> Any:
+    def mark(typing_context: Any, offset: Any) -> Any:
         """Sets the byte at an address to 1."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -287,11 +287,11 @@ def _compile() -> tuple[_Loop, _Loop]:
     @numba.njit("boolean(uintp, uintp, uintp)", nogil=True)
     def differ(first: Any, second: Any, num_bytes: Any) -> bool:
         whole = num_bytes // _WORD_BYTES * _WORD_BYTES
-        for place in range(0, whole, _WORD_BYTES):
-            if word_at(first + address(place)) != word_at(second + address(place)):  # type: ignore[call-arg]
+        for offset in range(0, whole, _WORD_BYTES):
+            if word_at(first + address(offset)) != word_at(second + address(offset)):  # type: ignore[call-arg]
                 return True
-        for place in range(whole, num_bytes):
-            if byte_at(first + address(place)) != byte_at(second + address(place)):  # type: ignore[call-arg]
+        for offset in range(whole, num_bytes):
+            if byte_at(first + address(offset)) != byte_at(second + address(offset)):  # type: ignore[call-arg]
                 return True
         return False
 
@@ -305,8 +305,8 @@ def _compile() -> tuple[_Loop, _Loop]:
             else:
                 last = num_bytes - address(END_BYTES)
                 is_different = differ(first, second, END_BYTES) or differ(first + last, second + last, END_BYTES)
-                for place in range(0, num_bytes - _WORD_BYTES + 1, STRIDE_BYTES):
-                    is_different |= word_at(first + address(place)) != word_at(second + address(place))
+                for offset in range(0, num_bytes - _WORD_BYTES + 1, STRIDE_BYTES):
+                    is_different |= word_at(first + address(offset)) != word_at(second + address(offset))
             if is_different:
                 mark(differs + number)
             number = take(num_taken)

@@ -165,7 +165,7 @@ class Copying:
             self._copy_into_chunk(number, [part for _, part in cut], stream_hash)
 
     def _copy_into_chunk(self, number: int, parts: Sequence[_Part], stream_hash: StreamHash) -> None:
-        """Copies parts of one chunk; if that completes the chunk, hashes it from the tensors, which are in the cache."""
+        """Copies parts of one chunk; hashes a chunk that is complete then from the tensors, which are in the cache."""
         # Hashing the tensor instead of its copy hides no change: had the tensor changed in between, the digest would be
         # of neither state, and every reader would find the snapshot damaged.
         is_rest = stream_hash.missing(number) == sum(stop - start for _, start, stop in parts)

@@ -155,7 +155,7 @@ class TopKDelta(LossyDelta):
 
     References:
         AsymCheck, DAC 2026: density 0.01, top k within each chunk. Ours differs in sign, feedback and measured bound,
-        and selects per tensor: moments move a hundred times as far as weights, and would take all places of a chunk.
+        and selects per tensor: moments move a hundred times as far as weights, and would take all items of a chunk.
     """
 
     name: ClassVar[str] = "topk-delta"
@@ -180,7 +180,7 @@ class TopKDelta(LossyDelta):
         gaps_K, difference_K = flat[: len(flat) // 2].view("<u4"), flat[len(flat) // 2 :].view("<f4")
         positions_K = np.cumsum(gaps_K, dtype=np.uint64)
         if not gaps_K[1:].all() or positions_K[-1] >= len(base_N):
-            raise CorruptCheckpointError(f"expected places among {len(base_N)} items, each once, got others")
+            raise CorruptCheckpointError(f"expected positions among {len(base_N)} items, each once, got others")
         base_N[positions_K] += difference_K
         return base_N
 

@@ -118,10 +118,10 @@ def _pages(num_bytes: int) -> int:
 
 
 AHEAD_FETCHES: Final = 2
-"""Fetches that are done and not written yet."""
+"""Most fetches that are done and not written yet."""
 FIRST_WAIT_SECONDS: Final = 0.5
 LONGEST_WAIT_SECONDS: Final = 30.0
-"""Between attempts; doubles each time."""
+"""Longest wait between two attempts; each wait is twice the one before."""
 
 logger = logging.getLogger("shade.checkpoint")
 

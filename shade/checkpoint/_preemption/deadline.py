@@ -180,7 +180,7 @@ class Deadline:
             self._agreed.set()
 
     def _look(self) -> None:
-        """Takes step 2, and step 1 if this rank has the notice."""
+        """Looks for a notice here and from other ranks; passes on the one found here, and writes this rank's step."""
         notice = self._notice_here()
         message = None if notice else self._store.read("notice")
         if message is not None:
@@ -202,7 +202,7 @@ class Deadline:
         return next(filter(None, (source.look() for source in self._sources)), None)
 
     def _agree(self, notice: PreemptionNotice) -> None:
-        """Takes step 3."""
+        """Agrees on the step after which all ranks save: rank 0 decides, the others read it."""
         while not self._closed and notice.seconds_left > 0:
             if self._store.rank == 0 and (steps := self._store.read_all()) is not None:
                 # A rank that waits for the target waits for the other ranks' threads only, never for their training,

@@ -45,7 +45,7 @@ _SAME_SIGNAL_SECONDS: Final = 1.0
 _SPARED, _OVER = 1, 2
 _MOST_BYTES: Final = 4096
 _HEADERS: Final = {"Metadata-Flavor": "Google"}
-"""Google's server answers only with it; other servers ignore it."""
+"""Header without which Google's server does not answer; other servers ignore it."""
 
 _signals: Any = signal_handling
 

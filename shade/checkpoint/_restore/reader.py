@@ -30,7 +30,7 @@ BATCH: Final = 16
 _THREADS: Final = 4
 """Threads that hash data which is read in place."""
 UNREAD_SAVES: Final = 10**6
-"""Saves that may be newer than the newest record, where a record or a tier cannot be read."""
+"""Upper bound of the saves that are newer than the newest readable record, where a record or a tier cannot be read."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -48,7 +48,7 @@ class SnapshotSource:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A committed snapshot and its places, nearest first."""
+    """A committed snapshot and its locations, nearest first."""
 
     record: Commit
     sources: tuple[SnapshotSource, ...]
@@ -131,7 +131,7 @@ class Reader:
         return newest + UNREAD_SAVES * bool(self.damaged or self.unreachable)
 
     def manifest(self, snapshot: Snapshot, rank: int) -> Manifest:
-        """Returns one rank's manifest, from the first place that has it intact.
+        """Returns one rank's manifest, from the first location that has it intact.
 
         Raises CorruptCheckpointError if it is lost in every copy.
         """

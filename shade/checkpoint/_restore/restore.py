@@ -35,10 +35,10 @@ _BATCH: Final = 32
 _PART: Final = 4
 """Chunks that a thread reads at once."""
 _THREADS: Final = 4
-"""Page faults and disk requests both are faster in parallel."""
+"""Threads that read: page faults and disk requests are both faster in parallel."""
 
 _TRIES: Final = 10
-"""How often a snapshot that another process removes in mid-read is given up for a newer one."""
+"""How many snapshots that another process removes during the read are given up for a newer one."""
 
 _PIECE_BYTES: Final = 16 * 2**20
 """Bytes that a thread copies at a time."""

@@ -33,11 +33,11 @@ _LEAST_BYTES: Final = 2**20
 _PIECE_BYTES: Final = 16 * 2**20
 """Most that a thread takes at a time."""
 _MOST_THREADS: Final = 4
-"""More do not copy faster: memory is the limit."""
+"""Upper bound of the copying threads: more do not copy faster, because memory is the limit."""
 _TAIL_FRACTION: Final = 1 / 8
 """Share of the pass, at its end, that is reserved for the check."""
 _PASSES: Final = 2
-"""If no window begins for the length of so many passes, the training does something else, and all is released."""
+"""Length, in passes, without a window after which all is released: the training does something else then."""
 
 
 @STRATEGIES.register("asymmetric")

@@ -26,7 +26,7 @@ from shade.checkpoint._strategies.base import STRATEGIES, Strategy, copy_at_once
 from shade.errors import TornSnapshotError
 
 PROFILED_STEPS: Final = 10
-"""Steps that are remembered, as in AsymCheck's warm-up: fewer are noise, more are the past."""
+"""Steps in the average, as in AsymCheck's warm-up: fewer are too noisy, more describe the past."""
 _STAT: Final = Path("/proc/stat")
 _IDLE_COLUMNS: Final = slice(4, 6)
 """The columns of idle time and of waiting for a disk."""

@@ -427,7 +427,7 @@ _KEY_LENGTH: Final = 80
 _BUFFERS: Final = 2
 """Copies of a value that a server holds while it receives it."""
 _EDGE: Final = 64
-"""One part in so many of a server's limit stays unused: its tables grow in leaps, and client buffers count."""
+"""Divisor of a server's limit: that part stays unused, because tables grow in leaps and client buffers count."""
 
 
 def needed_bytes(store: Store, layout: SlotLayout, shard_bytes: Sequence[int]) -> int:

@@ -46,7 +46,7 @@ def spread_keys(run: str, name: str) -> list[str]:
 
 _STORE_HEARTBEAT_SECONDS: Final = 1.0
 _STORAGE_HEARTBEAT_SECONDS: Final = 5.0
-"""A write to a disk or a bucket costs more."""
+"""Longer than in a store, because a write to a disk or a bucket costs more."""
 _HEARTBEATS_TO_WAIT: Final = 3
 _READS_PER_HEARTBEAT: Final = 10
 

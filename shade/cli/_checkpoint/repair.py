@@ -77,7 +77,7 @@ class _Finding:
 
 
 def _examine(locations: Locations, snapshot: Snapshot) -> _Finding:
-    """Reads everything; ignores damage in places that another snapshot has taken meanwhile."""
+    """Reads everything; ignores damage in locations that another snapshot has taken meanwhile."""
     from shade.checkpoint._flush.progress import ProgressBar
     from shade.checkpoint._restore.reader import check_decodable
 

@@ -167,7 +167,7 @@ def _outline(manifests: Iterable[Manifest], depth: int) -> str:
 
 LIST: Final = Verb(
     "list",
-    "list the snapshots and their places",
+    "list the snapshots and their locations",
     "Lists every snapshot of a run, newest first.",
     _LIST_EXAMPLES,
     _list_arguments,

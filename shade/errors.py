@@ -1,9 +1,17 @@
-"""Defines every exception that `shade` raises on purpose, as one tree with `ShadeError` at its root.
+"""Defines every exception that `shade` raises on purpose, as one tree.
 
-`ConfigError`: the caller asked for something that cannot be. `DataError`: the data set is not what it should be.
-`StoreError`: the store of bytes; a cache turns each of these into a miss. `StorageError`: durable storage; what was
-there before is still there. `CheckpointError`: a snapshot cannot be taken, found or trusted. `GradientError`: a step's
-gradient cannot be exchanged or applied; raised on all ranks or on none.
+::
+
+    ShadeError
+    ├── ConfigError (ValueError): what was asked for cannot be       UnknownNameError
+    ├── DataError: the data set is not what it should be             BadSampleError
+    ├── StoreError: the store of bytes; a cache has a miss           StoreUnavailableError, StoreAuthError,
+    │   │                                                            StoreClosedError, CorruptEntryError
+    │   └── StoreUnavailableError                                    StoreTimeoutError, StoreFullError
+    ├── StorageError: durable storage; what was there still is       StorageFullError
+    ├── CheckpointError: a snapshot cannot be had or trusted         TornSnapshotError, CorruptCheckpointError,
+    │                                                                StateMismatchError, RunInUseError
+    └── GradientError: on all ranks or on none                       PayloadError, NonFiniteGradientError, PeerLostError
 
 Each message says what was expected, what came, and the cure. Every class takes one string, so it survives the trip from
 a worker process to the training loop unchanged. `shown_url` says what a message may show of a URL.

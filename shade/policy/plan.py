@@ -290,8 +290,8 @@ def latest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
         chosen_C[left[start:]] = True
         if start == 0:
             break
-        # The tail ended at a candidate that is too large; the next pass goes on before it, so that all passes together
-        # take whatever still fits, from the last candidate to the first.
+        # The tail ended at a candidate that is too large; the next pass continues before it, so that all passes
+        # together take whatever still fits, from the last candidate to the first.
         room_behind = int((room[start:] - np.cumsum(size[start:])).min())
         left, size, room = left[:start], size[:start], np.minimum(room[:start], room_behind)
     return chosen_C

@@ -33,7 +33,7 @@ class Shade(PriorityPolicy):
         super().__init__(size_bytes_N, capacity_bytes)
 
     def _key(self, index: int) -> Key:
-        # Uses choose a victim but admit nobody. In the release they did: the sample just read had always been used once
+        # Uses choose a victim but never admit. In the release they did: the sample just read had always been used once
         # more than those that wait, which is `lru`, with 0.5 % hits at f = 0.1 instead of 10 %.
         return self._importance[index], self._uses[index]
 

@@ -518,7 +518,7 @@ class DiskStore(Store):
         with self._using(writes=False), exclusive_lock(os.path.join(self._folder, "lock")):
             own = os.path.join(self._folder, f"{FORMAT}.{namespace}{_JOB}")
             held = _open(own)
-            # The lock goes with the process, whatever ends it: nobody has to count users.
+            # The lock goes with the process, whatever ends it: no users have to be counted.
             fcntl.flock(held, fcntl.LOCK_SH)
             os.utime(own)
             self._entered.append(held)

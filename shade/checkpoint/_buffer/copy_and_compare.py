@@ -392,7 +392,7 @@ class _SeenThreads:
             _libc.usleep(_GLANCE_MICROSECONDS)
             before_ns, looked_ns = looked_ns, time.monotonic_ns()
             _touch_processors()
-            # A host may take a virtual processor away while the clock of the thread on it goes on: three torn
+            # A host may take a virtual processor away while the clock of the thread on it continues: three torn
             # snapshots in a thousand were committed for that. So time counts only between two close moments at which
             # all were seen to run.
             counts = time.monotonic_ns() - before_ns < _CLOSE_SECONDS * 1e9

@@ -231,7 +231,7 @@ class Deadline:
             return "whatever it can"
         if forecast.durable_seconds is not None and forecast.durable_seconds < left:
             return "storage"
-        # Committed in the cluster's memory: the flusher, which nobody preempts, continues from there.
+        # Committed in the cluster's memory: the flusher, which is not preempted, continues from there.
         if forecast.committed_seconds < left:
             return "cluster memory"
         return "shared memory" if forecast.copied_seconds < left else None

@@ -193,7 +193,7 @@ class AsyncWriter:
                 result = self._write(request, group)
             except Exception as error:  # noqa: BLE001 - a dead peer is a RuntimeError of gloo; the owner must learn of it
                 self._packer.forget()
-                # The next snapshot must not build on one that nobody can read.
+                # The next snapshot must not build on one that cannot be read.
                 logger.error("step %d is not saved: %s", handle.step, error)
                 failure = error
                 if not isinstance(error, CheckpointError):

@@ -1,6 +1,6 @@
 """Asymmetric: each window of the next pass copies as many bytes as its length allows.
 
-Every window releases its partition of the state, and the threads copy no more than has been released; the last
+Every window releases its partition of the state, and the threads copy only what has been released; the last
 partition is released a little before the pass ends, to leave time for the check. What has been copied is written
 meanwhile, in batches of the length that finishes first. Where the training uses all cores, all partitions are empty:
 the training waits while every thread copies and hashes. Invariant: the buffer holds the state of one step, or the

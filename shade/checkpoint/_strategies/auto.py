@@ -5,7 +5,7 @@ save costs the time that the training waits, and what the saving threads' CPU ti
 together show how much a second of it takes (`_drag`).
 
 All ranks use the same strategy: rank 0 chooses, and its choice travels with the pace of its saves, so it takes effect
-two saves later. Candidates restore bit for bit and wait for no more than the copy. Decision 0038.
+two saves later. Candidates restore bit for bit and wait only for the copy. Decision 0038.
 """
 
 from __future__ import annotations

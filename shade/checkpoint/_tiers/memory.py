@@ -190,7 +190,7 @@ class MemoryTier(Tier):
         before = self._records.extent(slot, manifest.rank)
         if before > num_chunks:
             self.store.delete_many(list(self._records.names.content(slot, manifest.rank, num_chunks, before)))
-        # Raised before the chunks are written, so that whoever erases the slot later finds all of them.
+        # Raised before the chunks are written, so that all of them are found when the slot is erased later.
         if before != num_chunks:
             self._records.write_everywhere(slot, extent, b"%d" % num_chunks)
         group = max(1, slot.layout.num_data)

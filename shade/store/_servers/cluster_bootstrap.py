@@ -191,7 +191,7 @@ def join_cluster(
     """
     if nodes is not None:
         check_shape(nodes, replicas)
-    # Whoever reaches an open port can read and replace the training data.
+    # Anyone who reaches an open port can read and replace the training data.
     if not password:
         cure = f"set {PASSWORD_VARIABLE} to the same word on all machines"
         raise ConfigError.of("a password for a server that other machines can reach", None, cure)

@@ -173,7 +173,7 @@ def at_rest(method: Any, folder: Path) -> list[float]:
 
 
 def prepare_restore(folder: Path) -> dict[str, Any]:
-    """Leaves the same state in own memory, in the server's, in storage and in a file of torch.save, and dies."""
+    """Leaves the same state in shared memory, in the server's, in storage and in a file of torch.save, and dies."""
     import torch
 
     from shade import Checkpointer
@@ -335,7 +335,7 @@ def restores(folder: Path, environment: dict[str, str], num_rounds: int) -> dict
 
     run_child("--prepare", "restore", folder, environment)
     found: dict[str, list[float]] = {}
-    for ways in (("torch.load", "own memory"), ("cluster memory", "storage")):
+    for ways in (("torch.load", "shared memory"), ("cluster memory", "storage")):
         for _ in range(num_rounds):
             for way in ways:
                 forget(folder)
@@ -343,7 +343,7 @@ def restores(folder: Path, environment: dict[str, str], num_rounds: int) -> dict
                 if way != "torch.load" and figures["tier"] != way:
                     raise RuntimeError(f"expected to restore from {way}, got {figures['tier']}")
                 found.setdefault(way, []).append(figures["seconds"])
-        if "own memory" in ways:
+        if "shared memory" in ways:
             SharedMemoryTier("restore", 0).remove()
     return found
 
@@ -436,7 +436,7 @@ def main() -> None:
     elif given.restore or given.prepare:
         way = child_restore(given.restore, given.folder) if given.restore else prepare_restore(given.folder)
         print(json.dumps(way), flush=True)
-        os._exit(0)  # as a crash would: a clean end gives own memory back
+        os._exit(0)  # as a crash would: a clean end gives shared memory back
     else:
         measure(given)
 

@@ -17,7 +17,7 @@ Method
                 the seven turns around. (The next save would have to wait for as long.)
     cost        the same in seconds a snapshot: stalls, and what steps take longer because somebody copies beside them.
                 ± is the standard error of the median over all rounds.
-    memory      from the call until own memory holds the snapshot (with --store: the server's), committed.
+    memory      from the call until shared memory holds the snapshot (with --store: the server's), committed.
     durable     from the call until it is on the disk, synced. What a library leaves in the page cache is synced for it.
     written     what the kernel counts as written to storage, over the state's size; without a server's flusher.
     recovery    in a new process, until the state is loaded; once a model. Its free memory has been touched: what a

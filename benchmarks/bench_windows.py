@@ -78,7 +78,7 @@ class Layer(torch.nn.Module):
 
 
 class Training:
-    """The layers, and saves of them into own memory."""
+    """The layers, and saves of them into shared memory."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))

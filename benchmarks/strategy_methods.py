@@ -29,7 +29,7 @@ from shade.checkpoint.dcp import ShadeReader, ShadeStager, ShadeWriter
 RUN = "strategies"
 SPARE = "BENCH_SPARE"
 POLL_SECONDS = 0.002
-"""Between looks whether own memory holds a snapshot."""
+"""Between looks whether shared memory holds a snapshot."""
 
 
 class Nothing(checkpoint_methods.Method):
@@ -102,7 +102,7 @@ def _make_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 
 class Strategy(checkpoint_methods.Shade):
-    """One of ours; `committed_seconds` is until own memory holds it, or the store where there is one.
+    """One of ours; `committed_seconds` is until shared memory holds it, or the store where there is one.
 
     Its buffers are left in the folder BENCH_SPARE for whoever comes next, under other names: to make new ones, and
     their pages huge, takes as long as all that is measured.

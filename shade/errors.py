@@ -2,34 +2,19 @@
 
 ::
 
-    ShadeError                        catch this to catch us all
-    ├── ConfigError (ValueError)      the caller asked for something that cannot be: fix the argument
-    │   └── UnknownNameError          no such policy, mode, store …; the message lists the known ones
-    ├── DataError                     the data set on disk is not what it should be: fix the data
-    │   └── BadSampleError            one sample cannot be read or decoded; the message names its path
-    ├── StoreError                    the store of bytes; a cache turns each of these into a miss
-    │   ├── StoreUnavailableError     no answer, or not in time: nothing was changed, safe to retry later
-    │   │   ├── StoreTimeoutError     it was silent for too long
-    │   │   └── StoreFullError        it answered that it has no memory left; reading still works
-    │   ├── StoreAuthError            it answered and refused us: wrong password, user or certificate
-    │   ├── StoreClosedError          used after `close()`: a bug in the caller
-    │   └── CorruptEntryError         bytes came back that are not the bytes that were written
-    ├── StorageError                  durable storage: a disk, a mount, a bucket; what was there before is still there
-    │   └── StorageFullError          no space or quota left
-    ├── CheckpointError               a snapshot cannot be taken, found or trusted; never silent, never half done
-    │   ├── TornSnapshotError         a tensor changed while it was copied; the message names it
-    │   ├── CorruptCheckpointError    its bytes do not match their checksums, in no copy that is left
-    │   ├── StateMismatchError        it does not fit the attached objects; the message names what differs
-    │   └── RunInUseError             another live process saves under this run id
-    └── GradientError                 a step's gradient cannot be exchanged or applied; raised on all ranks or on none
-        ├── PayloadError              bytes that are no payload: wrong magic, version, length, checksum or content
-        ├── NonFiniteGradientError    NaN or infinity on some rank; no weight and no residual was changed
-        └── PeerLostError             another rank is gone, or did not answer in time
-
-`shown_url` says what a message may show of a URL.
+    ShadeError
+    ├── ConfigError (ValueError): what was asked for cannot be       UnknownNameError
+    ├── DataError: the data set is not what it should be             BadSampleError
+    ├── StoreError: the store of bytes; a cache has a miss           StoreUnavailableError, StoreAuthError,
+    │   │                                                            StoreClosedError, CorruptEntryError
+    │   └── StoreUnavailableError                                    StoreTimeoutError, StoreFullError
+    ├── StorageError: durable storage; what was there still is       StorageFullError
+    ├── CheckpointError: a snapshot cannot be had or trusted         TornSnapshotError, CorruptCheckpointError,
+    │                                                                StateMismatchError, RunInUseError
+    └── GradientError: on all ranks or on none                       PayloadError, NonFiniteGradientError, PeerLostError
 
 Each message says what was expected, what came, and the cure. Every class takes one string, so it survives the trip from
-a worker process to the training loop unchanged.
+a worker process to the training loop unchanged. `shown_url` says what a message may show of a URL.
 """
 
 from __future__ import annotations

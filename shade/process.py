@@ -1,21 +1,11 @@
 """What this process asks of the system: other processes, and files that are replaced whole.
 
-**Processes.** Most end with the process that started them, a few outlive it.
-
-A launcher that is killed outright cannot stop its children, so each child asks the kernel for a signal at that moment.
-Linux only; elsewhere a user has to end the children of a killed launcher. A shell that ends at once starts servers and
-flushers in a session of their own, so neither a parent's end nor a terminal's end stops them.
-
-**Files.** A reader of a file that is replaced finds the old content or the new one, and never a part of one. The new
-content is written beside the file and renamed. The name beside is a new one each time, so that two processes may write
-the same file; it begins with a dot and ends in ``.new``. Only a process that is killed leaves it. After a power cut a
-renamed file may be empty, unless its content was synced before. A sync takes milliseconds, so only files that something
-relies on later are synced. A file's lock is the kernel's: it ends with the process that holds it.
-
-**Memory that maps a file** has a place in it, from which the kernel can send it without a copy.
-
-**Folders that processes share** lie in memory. The last process that leaves one removes it. What killed processes leave
-has no lock, and the next process that needs such a folder removes it.
+*Processes* end with the one that started them: each child asks the kernel for a signal at that moment (Linux only). A
+few outlive it, in a session of their own. *Files* are written beside their name, which begins with a dot and ends in
+``.new``, and renamed: a reader finds the old content or the new one. After a power cut a renamed file may be empty,
+unless its content was synced before. A file's lock is the kernel's, and ends with the process that holds it. *Folders
+that processes share* lie in memory; the last process that leaves one removes it, and what killed processes leave is
+removed by the next that needs such a folder.
 """
 
 from __future__ import annotations
@@ -270,7 +260,7 @@ def unregister_file_memory(descriptor: int) -> None:
     _file_memory.pop(descriptor, None)
 
 
-def place_in_file(piece: bytes | bytearray | memoryview) -> tuple[int, int] | None:
+def position_in_file(piece: bytes | bytearray | memoryview) -> tuple[int, int] | None:
     """Returns the descriptor and the offset of the file that a piece lies in; None if it lies in none."""
     if not _file_memory or not isinstance(piece, memoryview) or piece.readonly:
         return None

@@ -1,14 +1,10 @@
 """Writes counters and times where people and tools can read them.
 
-`Histogram` keeps a distribution in 48 integers. `JsonlSink`, `TensorBoardSink` and `prometheus_text` write a snapshot
-of the counters; `join_pages` makes one Prometheus page of several. A counter is declared where it is counted
-(`shade.cache.ledger`), each name with a sentence that says how to read it. That sentence becomes the ``# HELP`` line.
-
-Why this way: the hot path adds one integer a batch, nothing is formatted until an epoch ends, and no thread runs in the
-background. The price: a histogram knows a value only to within a factor of two. A row that the disk refuses is lost and
-counted, because a metric must never stop a training.
-
-Invariant: a row is one line, written by one ``os.write`` in append mode, so ranks on one machine may share a file.
+`Histogram` keeps a distribution in 48 integers, to within a factor of two. `JsonlSink`, `TensorBoardSink` and
+`prometheus_text` write a snapshot of the counters; `join_pages` makes one Prometheus page of several. A counter is
+declared where it is counted (`shade.cache.ledger`), with a sentence that becomes the ``# HELP`` line. A row that the
+disk refuses is lost and counted. Invariant: a row is one line, written by one ``os.write`` in append mode, so ranks on
+one machine may share a file.
 """
 
 from __future__ import annotations

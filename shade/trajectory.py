@@ -1,12 +1,8 @@
 """Records the loss of every sample in every epoch, one small file an epoch, for the quality report.
 
-A folder in the run directory: ``00003.npy`` holds epoch 3, half a float a sample, NaN where the sample was not used;
+A folder in the run directory: ``00003.npy`` holds epoch 3, float16 (N,), NaN where the sample was not used;
 ``samples.json.gz`` names the samples and their targets, so that a reader needs neither the data set nor the training
-script. Files keep the losses, not statistics, so a reader can decide later, and differently, which samples are
-suspicious; one file is written an epoch.
-
-Price: two bytes a sample and epoch on disk (230 MB for 90 epochs of ImageNet), four a sample in memory. float16 keeps
-three digits of a loss and ends at 65504, which is where larger ones are cut.
+script. Two bytes a sample and epoch on disk, four a sample in memory.
 
 Invariant: a file is whole or not there; an epoch that was interrupted and resumed has the losses of both its parts.
 
@@ -33,7 +29,7 @@ from shade.process import replacing
 from shade.types import Floats
 
 LOSSES = "losses"
-"""Folder of the run directory."""
+"""Name of the folder of losses in the run directory."""
 _SAMPLES = "samples.json.gz"
 _LARGEST = 65504.0
 _CURE = "name the folder of a run whose script reports its losses (sampler.report)"

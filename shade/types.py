@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 SampleIndex: TypeAlias = int
-"""Place of a sample in its data set, 0 ≤ index < N; scores, weights and keys use it, never a batch position."""
+"""Index of a sample in its data set, 0 ≤ index < N; scores, weights and keys use it, never a batch position."""
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Order: TypeAlias = npt.NDArray[np.signedinteger[Any]]

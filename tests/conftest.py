@@ -297,7 +297,7 @@ def server() -> Iterator[LocalServer]:
 
 @pytest.fixture
 def run() -> Iterator[str]:
-    """A run id that nobody else has; what it leaves in own memory goes."""
+    """A run id that nobody else has; what it leaves in shared memory goes."""
     name = f"test-{secrets.token_hex(6)}"
     yield name
     shutil.rmtree(own_folder(name), ignore_errors=True)

@@ -41,10 +41,6 @@ OPEN_DOORS: set[tuple[str, str]] = set()
 """Uses of private attributes that are still there."""
 TESTS_OF_NO_MODULE = {
     "test_figures.py": "the figures of README and docs",
-    "sampling/test_dealing_redeal.py": "until sampling/shards is called dealing",
-    "policy/test_online.py": "until policy/baselines",
-    "checkpoint/test_strategy_selector.py": "until strategy=auto goes",
-    "cli/test_predicted_interval.py": "until shade checkpoint predict goes",
 }
 """Unit tests that bear no module's name, and what they are about."""
 

@@ -2,28 +2,12 @@
 
 A shared counter in the store keeps the capacity: a process reserves before it writes and gives back after it has
 removed, so ranks and workers that run ahead of each other cannot overshoot together. An arrival without space waits in
-memory for the departures of a slower process, and is declined in the end. The races:
+memory for the departures of a slower process, and is declined in the end. Two to four round trips for a batch that
+changes something, none for others.
 
-1. A removes, B admits. A unlinks and then lowers the counter; B raises it and then writes. In between the counter is
-   above the truth, never below: B waits a batch, and nothing overshoots.
-2. A and B admit the same sample. Both reserve; the second ``add`` finds the key present and gives its space back.
-3. The server is full with other data. It refuses to count as well: A declines its arrivals, remembers what it has to
-   give back, and reads continue.
-4. A dies, or the store fails, between the reservation and the write. The counter stays too high: capacity is lost, not
-   exceeded, until `SampleCache.find_residents` counts again.
-5. Another program overwrites an entry. It keeps the space it had, and is repaired in place (`SampleCache`).
-6. The store is flushed between A's reservation and A's write. A's entries are missing from the counter until the next
-   count: at most one batch a process beyond the capacity. Only a lock could close this race.
-7. The capacity shrinks after A has reserved. A writes all the same: at most one batch a process too much, until
-   departures or the next count.
-
-In a cluster one node holds a counter. If that node were lost, no process could reserve, and a cache with two thirds of
-its entries left would admit nothing. So `SharedCounter` keeps up to three copies: `SharedCounter.add` adds to all in
-one round, and the first copy that answers decides. While the first copy lives it alone decides, so two that add at once
-are served one after the other; the next `SharedCounter.put` corrects a copy that comes back late.
-
-Price: two to four round trips for a batch that changes something, none for others. Invariant: while no node is lost,
-``add`` is atomic across clients.
+The counter may be above the truth, never below, with two exceptions that only a lock could close: the store is flushed,
+or the capacity shrinks, between a reservation and its write. Each costs at most one batch a process beyond the
+capacity, until departures or the next count. Invariant: while no node is lost, ``add`` is atomic across clients.
 """
 
 from __future__ import annotations
@@ -145,6 +129,7 @@ class Admission:
         if payloads:
             keys = self._slots.keys.many(list(payloads))
             entries = [seal(index, payload, self._cached_format) for index, payload in payloads.items()]
+            # A damaged entry keeps the space that it has, so nothing is reserved for it.
             written = self._store.set_many(dict(zip(keys, entries, strict=True)))
         lengths = self._store.delete_many(self._slots.keys.many(list(others))) if others else []
         self._ledger.add(evicted=sum(length >= 0 for length in lengths))
@@ -164,6 +149,8 @@ class Admission:
         if self._full and not self._residency.planned:
             arrivals = {}
         if self._owed:
+            # Removed first, counted afterwards: in between the counter is too high, so others wait a batch and none
+            # overshoots.
             lengths = self._store.delete_many(self._slots.owned_names(list(self._owed)))
             self._residency.held_N[list(self._owed)] = 0
             self._owed.clear()
@@ -182,6 +169,8 @@ class Admission:
             if self._waiting and self._residency.ending and not self._gave_up:
                 written += self._wait_for_room()
         except StoreFullError:
+            # A server that is full of other data refuses to count as well: what is owed to the counter waits, reads go
+            # on.
             self._unreturned_bytes += freed_bytes
             self.decline(0)
             return 0
@@ -221,6 +210,8 @@ class Admission:
         """Writes the waiting entries that find space; returns how many."""
         sizes = {index: self.size_bytes(len(entry) - HEADER_BYTES) for index, entry in self._waiting.items()}
         wanted = sum(sizes.values())
+        # Reserved before the write. If this process dies in between, capacity is lost, not exceeded, until the next
+        # count.
         excess = self._counter.add(wanted - freed_bytes) - self._residency.capacity_bytes
         chosen = dict(self._waiting)
         for index in reversed(self._waiting):
@@ -229,6 +220,8 @@ class Admission:
             excess -= sizes[index]
             del chosen[index]
         entries = dict(zip(self._slots.keys.many(list(chosen)), chosen.values(), strict=True))
+        # Of two processes that admit one sample both reserve; the second finds the key present and gives its bytes
+        # back.
         written = dict(zip(chosen, self._store.add_many(entries), strict=True)) if entries else {}
         kept = sum(sizes[index] for index, ok in written.items() if ok)
         if kept < wanted:
@@ -274,6 +267,8 @@ class SharedCounter:
             self._found = [self._keys.counter_key(self._name)]
             if len(self._store.placement()) > 1:
                 tags = placement_tags()
+                # On one node alone the counter would be lost with it, and a cache with two thirds of its entries left
+                # would admit nothing.
                 chosen = [tags[int(len(tags) * part)] for part in _COPIES_AT]
                 self._found = [self._keys.counter_key(f"{self._name}:{{{tag}}}") for tag in chosen]
         return self._found
@@ -281,6 +276,8 @@ class SharedCounter:
     def add(self, num_bytes: int) -> int:
         """Adds bytes, which may be negative; returns the new value. Raises StoreError if no copy could be changed."""
         outcomes = self._store.increment_many(self._copies(), num_bytes)
+        # While the first copy lives it alone decides, so two that add at once are served one after the other. A copy
+        # that comes back late is corrected by the next `put`.
         for outcome in outcomes:
             if isinstance(outcome, int):
                 return outcome

@@ -2,22 +2,14 @@
 
 *Closed*, every batch goes to the store. A failed round opens it at once. A look-up is slow if it takes longer than
 `SLOW_SECONDS`, and longer than the origin did lately for as many samples; two in a row open it, or one after a slow
-write. So a cache on a thin line in front of an even thinner origin stays in use. What is not written is missing for all
-later epochs, and on a disk for the next job, so writes have more time: `ENTRY_SECONDS` an entry and `BYTE_SECONDS` a
-byte beside the rest. The median of `WINDOW_WRITES` decides; of slow writes that overlap one counts, because a stall of
-the machine meets all of its workers.
+write. Writes have more time, and the median of `WINDOW_WRITES` decides.
 
-*Open*, no batch asks. When the pause is over, a thread asks the store a small question while training continues without
-it; if the answer is bad or late, the pause doubles, up to a minute. After a good answer one batch may pass
-(*half-open*), and closes the breaker or opens it again. An epoch's plan does not wait for the pause and asks at once
-(`Breaker.answers`): an epoch that begins within a pause would else be planned without what the cache holds. Waiting for
-such answers takes at most `ASKED_SHARE` of the time, which matters to epochs of some seconds.
+*Open*, no batch asks. When the pause is over, a thread asks the store a small question while training continues; if the
+answer is bad or late, the pause doubles, up to a minute. After a good answer one batch may pass (*half-open*). An
+epoch's plan does not wait for the pause (`Breaker.answers`).
 
-The state is in the residency map, so the discovery of one worker spares the others theirs. Price of a dead cache: one
-timeout for the worker that finds out, then at most one an epoch. The log gets one line a rank: the first process that
-wants to log signs the residency map, waits until others have signed that wanted to at the same moment, and logs if the
-signature is still its own (Fischer's mutual exclusion; a process that is suspended for longer than `SIGNING_SECONDS`
-between its look and its signature logs a second line).
+The state is in the residency map, so the discovery of one worker spares the others theirs. A dead cache costs one
+timeout for the worker that finds out, then at most one an epoch.
 """
 
 from __future__ import annotations
@@ -35,17 +27,17 @@ from shade.types import Clock
 logger = logging.getLogger("shade.cache")
 
 FIRST_PAUSE_SECONDS = 1.0
-"""A question costs training nothing; a server may take this long to start."""
+"""First pause: a question costs training nothing, and a server may take this long to start."""
 LONGEST_PAUSE_SECONDS = 60.0
 SLOW_SECONDS = 0.1
 """A round below this is never called slow, whatever the origin does: scheduling noise must not close a cache."""
 ENTRY_SECONDS, BYTE_SECONDS = 10e-3, 20e-9
-"""Writing an entry and a byte may take so long beside that. A disk writes an entry in 0.05 ms, and in 4 ms if other
-programs have the processors."""
+"""What a write may take for each entry and byte, in addition to `SLOW_SECONDS`. A disk writes an entry in 0.05 ms,
+and in 4 ms if other programs have the processors."""
 SLOW_LOOK_UPS = 2
 WINDOW_WRITES, SLOW_WRITES = 5, 3
 ASKED_SHARE = 0.05
-"""Part of the time that a plan may spend on questions to which no good answer comes."""
+"""Largest share of the time that plans spend waiting for a store that gives no good answer."""
 SIGNING_SECONDS = 0.02
 NOT_LOGGED, LOGGED_RECOVERY = 0, -1
 """Values of ``ResidencyMap.logged_by`` beside process ids: nothing was logged yet; the recovery was logged too."""
@@ -104,6 +96,7 @@ class Breaker:
         now = self._clock()
         if now < until:
             return False
+        # First, so that no other process asks at the same moment.
         self._push_back(now)
         if until == _READY:
             return True
@@ -115,6 +108,8 @@ class Breaker:
         the answer. Costs a dead cache one timeout an epoch, and at most `ASKED_SHARE` of the time."""
         self.close()
         begun = self._clock()
+        # An epoch that begins within a pause would else be planned without what the cache holds. The bound matters to
+        # epochs of some seconds.
         if self._residency.open_until not in (0.0, _READY) and begun >= self._asks_again_at:
             self._push_back(begun)
             self._probe()

@@ -2,12 +2,8 @@
 
 One object with two sides. In the *training process* the policy goes through the global order of the epoch, and writes
 to the residency map, batch by batch, which samples are in the cache and which stay there (`begin_epoch`, `decide`,
-`post`). In the *process that fetches* (a DataLoader worker, or the same one) `fetch_many` acts on it: one round to the
-store for the planned hits, one call to the origin for the rest, then departures, and arrivals last.
-
-The capacity is a promise in bytes, kept by `shade.cache.admission`. An entry that fails its checksum is a miss and is
-repaired in place, in the space that it has already. Jobs that use the cache at the same time share it by slots
-(`shade.cache.job_registry`); while they do, `shade.cache.sharing` decides instead of the policy.
+`post`). In the *process that fetches* `fetch_many` acts on it. `shade.cache.admission` keeps the capacity;
+`shade.cache.sharing` decides instead of the policy while several jobs use the cache.
 
 Invariant: `fetch_many` returns the origin's bytes for every sample, whatever the store does.
 
@@ -300,7 +296,7 @@ class SampleCache:
         self,
         verdict: Verdict,
         index_G: Indices,
-        places: Indices | slice,
+        positions: Indices | slice,
         rank: int,
         world_size: int,
         *,
@@ -309,11 +305,13 @@ class SampleCache:
     ) -> None:
         """Writes a verdict to the residency map, just before this rank's part of the batch is fetched.
 
-        ``places`` are this rank's in the global batch; it removes every ``world_size``-th of the victims. ``near_G``
+        ``positions`` are this rank's in the global batch; it removes every ``world_size``-th of the victims. ``near_G``
         and ``ending`` are as for `ResidencyMap.post`.
         """
-        near_B = None if near_G is None else near_G[places]
-        self.residency.post(index_G[places], verdict.hit_B[places], verdict.stay_B[places], near_B, ending=ending)
+        near_B = None if near_G is None else near_G[positions]
+        self.residency.post(
+            index_G[positions], verdict.hit_B[positions], verdict.stay_B[positions], near_B, ending=ending
+        )
         if len(verdict.victims):
             self.remove(verdict.victims[rank::world_size])
 

@@ -1,16 +1,9 @@
 """Coordinated reading: several jobs take one stream of samples in step, and only one of them reads the origin.
 
-A search for hyper-parameters trains many models on the same data. If they take the same samples in the same order at
-about the same time, each sample is read once for all of them, whatever the cache holds. So jobs that name the same
-group have one stream: the draws of their leader, the living member in the lowest slot. The leader is ahead of the
-others by a window that the cache can hold; what it brings in stays until the last follower has used it, because each
-follower wants it next (`shade.policy.streams`). The group counts as one job in the division of the cache, and the
-leader keeps entries for all.
-
-A follower waits until the leader has fetched a batch before it asks for it, and the leader waits for the slowest
-follower. So all run at the pace of the slowest: that is the price. A follower that dies or leaves is not waited for;
-when the leader does, the next in line leads, with the draws that it has and then with its own. Gradients stay unbiased:
-the weights that come with a draw belong to its probabilities, whichever job's losses these came from.
+Jobs that name the same group have one stream: the draws of their leader, the living member in the lowest slot. The
+leader is ahead of the others by a window that the cache can hold; what it brings in stays until the last follower has
+used it. A follower waits until the leader has fetched a batch, and the leader waits for the slowest follower: all run
+at the pace of the slowest. Gradients stay unbiased: the weights that come with a draw belong to its probabilities.
 
 Invariant: no job waits for a job that is dead.
 """
@@ -29,11 +22,12 @@ from shade.errors import StoreError
 from shade.types import Floats, Order
 
 BEAT_SECONDS: Final = 0.05
-"""Followers notice the leader's progress this fast."""
+"""Interval at which followers look for the leader's progress."""
 _MARGIN_BATCHES: Final = 2
-"""Workers finish out of order."""
+"""Batches of margin, because workers finish out of order."""
 _LEAST_WINDOW_BATCHES: Final = 6
-"""With three or less all would wait for each other; with four a batch would take as long as news of it."""
+"""Smallest window. With three batches or less all jobs would wait for each other; with four, a batch would take as
+long as news of it."""
 _WINDOW_SHARE: Final = 0.25
 """Largest share of the cache for what the slowest follower has still to use."""
 _POLL_SECONDS: Final = 0.01

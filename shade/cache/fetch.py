@@ -1,13 +1,8 @@
 """Fetches a batch, in a DataLoader worker or in the training process itself.
 
 One round to the store looks for samples in this job's slots and in those of jobs that share the cache, and checks every
-entry. One call to the origin reads the rest. Then come departures, and arrivals last. The residency map says what stays
-and what leaves; a store that fails makes a batch slower and nothing else.
-
-This job repairs or removes damaged entries of its own; a damaged entry of another job is a plain miss.
-
-With a disk below memory, what one `Fetch` calls the origin is another one: `fetch_through`. What memory has, the disk's
-`Fetch.offer` writes or removes as the disk's own plan says.
+entry. One call to the origin reads the rest. Then come departures, and arrivals last. A store that fails makes a batch
+slower and nothing else. With a disk below memory, what one `Fetch` calls the origin is another one: `fetch_through`.
 
 Legend: B batch.
 """
@@ -152,14 +147,14 @@ class Fetch:
 
     def _look_up(self, own: list[int], elsewhere: list[int]) -> LookUp:
         """Looks for samples in this job's slots and elsewhere, checks their entries, and strikes off what is gone."""
-        places, owned = self._slots.places(own, elsewhere), self._residency.owned_slots
+        lookups, owned = self._slots.lookups(own, elsewhere), self._residency.owned_slots
         try:
-            entries = self._store.get_many(self._slots.names(places))
+            entries = self._store.get_many(self._slots.names(lookups))
         except StoreError as error:
             self.failed(error)
             return LookUp(failed=True)
         looked, spoilt, num_corrupt = LookUp(), [], 0
-        for (index, slot), entry in zip(places, entries, strict=True):
+        for (index, slot), entry in zip(lookups, entries, strict=True):
             if entry is None or index in looked.found:
                 continue
             try:

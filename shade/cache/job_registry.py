@@ -1,27 +1,13 @@
 """The registry of the jobs that share a cache: one record a job, which its owner rewrites while it lives.
 
 Jobs that train on the same data set (the same fingerprint) meet in the same store. Each has a *slot*: a namespace for
-the entries that it brings in. Only the owner of a slot writes or removes entries there; every job reads them. So no job
-needs another's consent before a write, no entry is counted twice, and a dead job's remains are exactly the entries in
-its slot. Slot 0 is the data set's plain namespace: a job that is alone uses the cache as if there were no jobs.
+the entries that it brings in. Only the owner of a slot writes or removes entries there; every job reads them. Slot 0 is
+the data set's plain namespace: a job that is alone uses the cache as if there were no jobs.
 
-Each slot has a record: its owner, the owner's progress, and what it may keep. The owner rewrites it every beat.
-
-* A job has left if its record says so, or does not change for `LEASE_SECONDS`, or if its process was on this machine
-  and is gone. Clocks of two machines are never compared.
-* The living job in the lowest slot takes over what a job has left: it writes its own name under that slot, and may then
-  keep or remove those entries by its plan. So nothing is lost that another job wants, and nothing stays that no job
-  wants.
-* A job may keep `capacity / jobs`. To keep more it first claims it, then looks, and takes it only if all claims
-  together fit: of two that do so at once, at least one sees the other.
-
-Races: 1. *Two jobs take the same slot.* An empty slot goes to the job that added the record; a left one to the job that
-wrote last. The other finds a foreign name at its next beat, gives up what it had there, and takes another slot. 2. *A
-job is stopped for longer than its lease* and resumes: the same. The new owner's count finds what the job's workers
-wrote meanwhile. 3. *The store is emptied.* Every job writes its record again at the next beat.
-
-Price: two small round trips a beat and job. Invariant: the claims of living jobs never exceed the capacity, and the
-bytes in a slot never exceed its owner's claim by more than a batch a process.
+A job has left if its record says so, or does not change for `LEASE_SECONDS`, or if its process was on this machine and
+is gone. The living job in the lowest slot then takes its slots over. Two small round trips a beat and job. Invariant:
+the claims of living jobs never exceed the capacity, and the bytes in a slot never exceed its owner's claim by more than
+a batch a process. Decision 0024 has the races.
 """
 
 from __future__ import annotations
@@ -133,7 +119,7 @@ def slot_keys(fingerprint: str, slot: int) -> SampleKeys:
 
 
 class JobRegistry:
-    """One job's place among those that share a cache. ``namespace`` is the data set's fingerprint, ``group`` the name
+    """One job among those that share a cache. ``namespace`` is the data set's fingerprint, ``group`` the name
     of the jobs that take one stream; without an ``owner`` the job gets a new name."""
 
     def __init__(
@@ -171,6 +157,7 @@ class JobRegistry:
                 continue
             record = JobRecord.parse(content) or _UNREADABLE
             known, since = self._seen.get(slot, (b"", now))
+            # By this process's clock: those of two machines are never compared.
             if known != content:
                 since = now
             self._seen[slot] = (content, since)
@@ -190,9 +177,12 @@ class JobRegistry:
                 raise ConfigError.of(f"at most {MAX_JOBS} jobs on one cache", MAX_JOBS + 1, "give the others another")
             self.record = replace(self.record, home=slot)
             content = {self._record_keys[slot]: self.record.to_bytes()}
+            # A left slot goes to the job that writes last; the other finds a foreign name at its next beat and gives
+            # up what it had there.
             if slot in view.left:
                 self._store.set_many(content)
                 return slot
+            # An empty slot goes to the one job whose record was added.
             if self._store.add_many(content)[0]:
                 return slot
             if self._store.get_many(list(content)) == [None]:  # no other job added it: its node is away, or full
@@ -208,8 +198,12 @@ class JobRegistry:
         view = self.look()
         self.record = replace(self.record, beat=self.record.beat + 1)
         mine = view.slots_of(self.owner)
+        # It was stopped for longer than its lease, or the store was emptied. The new owner's next count finds what its
+        # workers wrote meanwhile.
         if self.record.home not in mine:
             mine.insert(0, self.join())
+        # One job alone looks after what others left, so that nothing is lost that another wants and nothing stays that
+        # no job wants.
         if view.left and min(mine) <= min(view.living, default=MAX_JOBS):
             logger.info("%d jobs have left this cache; what they kept is looked after", len(view.left))
             for slot, record in view.left.items():
@@ -262,14 +256,14 @@ class EntryNames:
         """Returns every name under which this job may have these samples."""
         return [name for slot in self._residency.owned_slots for name in self.of(slot).many(indices)]
 
-    def places(self, own: Sequence[int], elsewhere: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (sample index, slot) for each place to look in: ``own`` samples in this job's slots first, then those
+    def lookups(self, own: Sequence[int], elsewhere: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns (sample index, slot) for each slot to look in: ``own`` samples in this job's slots first, then those
         ``elsewhere``."""
         residency = self._residency
         mine = [(index, slot) for slot in residency.owned_slots for index in own]
         return mine + [(index, slot) for slot in residency.other_slots for index in elsewhere]
 
-    def names(self, places: Iterable[tuple[int, int]]) -> list[str]:
-        """Returns the keys of `places`."""
+    def names(self, lookups: Iterable[tuple[int, int]]) -> list[str]:
+        """Returns the keys of `lookups`."""
         keys = {slot: self.of(slot) for slot in (*self._residency.owned_slots, *self._residency.other_slots)}
-        return [keys[slot].key(index) for index, slot in places]
+        return [keys[slot].key(index) for index, slot in lookups]

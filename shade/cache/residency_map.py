@@ -1,11 +1,8 @@
 """The residency map: shared memory of one rank that its training process writes and its workers read.
 
-The training process knows the sampling plan; workers fetch the samples. Sending the plan along with every batch would
-need a patched loader, so it is here: one byte a sample, written when its batch is handed out, read when it is fetched.
-The other way, workers leave their counts here, one row a worker, so no lock is needed and nothing is lost when a worker
-ends.
-
-The tensors are torch shared memory: the map pickles into workers under fork, spawn and forkserver alike.
+One byte a sample, written when its batch is handed out, read when it is fetched; so no loader has to be patched to send
+the plan along. The other way, workers leave their counts here, one row a worker, so no lock is needed and nothing is
+lost when a worker ends. The map pickles into workers under fork, spawn and forkserver alike.
 
 Legend: N data set · R counter rows.
 """

@@ -1,20 +1,12 @@
 """Sharing: one rank's part in a cache that several jobs use at the same time.
 
 A thread keeps the job's record (rank 0 writes it, the others read) and learns from the other jobs' records which slots
-to read, how much this job may keep, and, from the orders that they publish, when they will want what. While another job
-lives, no plan can say what the cache will hold; so the exact plan rests, and each rank decides for itself, sample by
-sample, with `shade.policy.streams`: a sample stays that any job uses soon. What a rank holds is then known from what
-its own workers wrote and removed (`ResidencyMap.held_N`), not from a plan.
+to read, how much this job may keep, and when they will want what. While another job lives, the exact plan rests, and
+each rank decides for itself with `shade.policy.streams`: a sample stays that any job uses soon. What a rank holds is
+then known from what its own workers wrote and removed (`ResidencyMap.held_N`).
 
-Each rank looks after the entries that it brought in, within its equal part of the job's quota. An entry of another job
-is a hit like any other, and is not brought in twice. When the other jobs have gone, their entries are taken over, and
-the next epoch is planned exactly again. Without another job there is one record and a sleeping thread, and nothing else
-differs.
-
-Races: 1. *Another job has used a sample since the last look.* The sample counts as wanted for up to a beat too long. 2.
-*A worker brings in what the next look would not want.* It leaves with the next sweep. 3. *The store does not answer.*
-The last view stays in force; leases count from the last change that was seen, so no job is declared dead because
-looking failed.
+Each rank looks after the entries that it brought in, within its equal part of the job's quota. When the other jobs have
+gone, their entries are taken over, and the next epoch is planned exactly again. Decision 0024.
 
 Legend: B batch of one rank · G global batch · N data set · R held by this rank · W ranks.
 """
@@ -42,13 +34,13 @@ from shade.types import Bools, Clock, Indices
 logger = logging.getLogger("shade.cache")
 
 _SMOOTHING: Final = 0.1
-"""Of a job's speed: two to three seconds of beats."""
+"""Weight of the newest measurement of a job's speed: it averages over two to three seconds of beats."""
 _SLOWEST: Final = 1e-3
-"""Samples a second of a job that stands still, so that its next uses are far away and not unknown."""
+"""Speed, in samples a second, assumed of a job that stands still: its next uses are far away, not unknown."""
 _LONGEST_PAUSE_SECONDS: Final = 4.0
-"""Between two looks at a store that does not answer; less than half a lease."""
+"""Longest pause between two looks at a store that does not answer; less than half a lease."""
 _SWEEP_SAMPLES: Final = 4096
-"""Residents that a sweep may look at for each batch: a fraction of a millisecond."""
+"""Most residents that a sweep looks at for each batch: a fraction of a millisecond."""
 
 
 class Sharing:
@@ -217,7 +209,7 @@ class Sharing:
             self._inherited.remove(slot)
 
     def _learn(self, others: Mapping[int, JobRecord]) -> None:
-        """Reads the orders of other jobs, their places in them, and their speeds."""
+        """Reads the orders of other jobs, their positions in them, and their speeds."""
         living = {record.owner for record in others.values()}
         for slot, record in others.items():
             stream = self._streams.get(record.owner) or Stream(self._num_samples)
@@ -306,7 +298,7 @@ class Sharing:
         self._cache.residency.post(index_B, np.ones(len(index_B), dtype=bool), stay_B, near_B, ending=ending)
 
     def place_after(self, num_global: int) -> tuple[int, int, int]:
-        """Returns where this job is after the next batch: the epoch, the place in it, and the epoch's length."""
+        """Returns where this job is after the next batch: the epoch, the position in it, and the epoch's length."""
         return self._epoch, self._cursor + num_global, len(self._orders[self._epoch])
 
     def advance(self, num_global: int) -> None:

@@ -7,18 +7,10 @@
     engine.save_checkpoint("/mnt/runs/bert")
     engine.load_checkpoint("/mnt/runs/bert")
 
-DeepSpeed works with files: for a tag, each rank passes some states, each with a path, and then calls `commit`. Here
-those states become one snapshot: hashed, sent to the cluster's memory or storage, committed completely or not at all,
-verified when read. State that is the same on several ranks is saved once. At each path lies a small note that names the
-snapshot, so DeepSpeed's own search for files works, and a folder can be copied or removed as before. The number in the
-tag is the step that `shade checkpoint list` shows.
-
-The strategy decides how far a save has come when `save_checkpoint` returns: ``mlc-base``: committed, outlives this
-machine (without a store: durable); ``sync``: durable; ``copy``: copied and in progress. DeepSpeed's file ``latest`` is
-written then; with ``copy`` it may name a snapshot that never came to exist, which loading reports, with those that did.
-
-Only a closed list of types is saved (`_capture.flatten`), and those of DeepSpeed's own classes that its optimizers put
-into their states, field by field. Nothing is pickled or unpickled.
+The states that each rank passes for a tag become one snapshot, committed completely or not at all. At each path lies a
+small note that names the snapshot, so DeepSpeed's own search for files works. The strategy decides how far a save has
+come when `save_checkpoint` returns: ``mlc-base``: committed; ``sync``: durable; ``copy``: copied and in progress. Then
+``latest`` may name a snapshot that never came to exist, which loading reports. Nothing is pickled. Decision 0030.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Implements ``shade doctor``: checks what a run needs, row by row, each with a verdict and, unless it is fine, the
-cure.
+"""Implements ``shade doctor``: checks what a run needs, row by row, each with a verdict and, unless fine, the cure.
 
 ``fail`` is what stops a run, ``warn`` what costs it speed or may stop it later. The checks change nothing: files
-written to try a folder are removed at once.
-
-A Redis server is a database by default, and each of those defaults costs a cache something: snapshots cost memory,
-eviction breaks the plan, a cluster that wants all its slots falls silent with one node (reasons in ``redis.conf``). A
-user whose rights only cover a cache, and every user of a managed server, may not send CONFIG; that is no fault. INFO
-then shows some settings, and the cure is the provider's console.
+written to try a folder are removed at once. ``redis.conf`` has the reasons of what is asked of a server.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def of_run(folder: Path) -> list[str]:
 def gauge(row: Mapping[str, Any]) -> str:
     """Returns what an end would cost, as a sentence from `RecoveryEstimate.row`; ends of equal cost stand once.
 
-    For example: ``if killed now: lose 3 steps / 1.2 s, recover in 0.40 s from own memory``.
+    For example: ``if killed now: lose 3 steps / 1.2 s, recover in 0.40 s from shared memory``.
     """
     parts: list[str] = []
     tier: object = None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 JOURNAL, PROFILE, PLOT = "evaluations.jsonl", "profile.json", "profile.png"
 _HOPELESS: Final = 3
-"""The search ends after so many evaluations if all have failed: the command is wrong, not the points."""
+"""Failures without a success after which the search ends: the command is wrong, not the points."""
 _INK: Final = "#22303c"
 _EXAMPLES: Final = """\
 examples:

@@ -23,7 +23,7 @@ from shade.errors import ConfigError, shown_url
 from shade.types import StepReport
 
 QUEUE_LENGTH: Final = 1024
-"""Reports: minutes of training, 0.5 MB."""
+"""Most reports that wait to be sent: minutes of training, 0.5 MB."""
 _BATCH: Final = 256
 _INTERVAL_SECONDS: Final = 0.5
 _MOST_INTERVAL_SECONDS: Final = 30.0

@@ -1,29 +1,15 @@
 """Decides from measurements how much of the gradient all ranks send, and how many samples each rank computes.
 
-Density. A step on all ranks takes the slowest rank's compute and the exchange. The exchange takes the density times the
-bytes at density 1, divided by the bandwidth; all three are measured. The controller chooses the density between floor
-and ceiling with the most progress per second (`shade.control.curve`):
+*Density.* A step takes the slowest rank's compute and the exchange, whose bytes are proportional to the density. The
+controller chooses the density between floor and ceiling with the most progress per second (`shade.control.curve`).
+With staleness 1 the exchange runs beside the next compute, with staleness 0 after it.
 
-* With staleness 1 the exchange of a step runs beside the next compute, so the step takes the longer of the two. Both
-  vary, and the later one delays the step; two equal times therefore cost more than either, see `OVERLAP`. The curve's
-  exponent a decides how much of the compute the exchange fills, ``(a / (1 - a)) ** (1 / OVERLAP)``; 0.58 at a = 0.1.
-* With staleness 0 they run one after the other: the step takes the sum, and the exchange gets a / (1 - a) of the
-  compute.
+*Batches* are proportional to the samples that each rank computes in a second (`split`), and the global batch stays the
+same: the optimizer's step, its noise and its learning rate keep their meaning.
 
-Bandwidth is bytes over wall time of the slowest hop. An early rank waits in the collective for a late one; this wait is
-subtracted, because the link does not cause it. What does not shrink with density (small dense tensors, latency) looks
-like less bandwidth; bandwidth is measured again at each new density, so a few decisions correct it. Compute may grow
-with density, where selection and merging use the processor of the model; the change of density shows how much.
-
-Batches are proportional to the samples that each rank computes in a second (`split`), and the global batch stays the
-same: the optimizer's step, its noise and its learning rate keep their meaning. The weighted mean of the gradients
-(`Header.weight` on the wire) equals that of one big batch, however it is divided. A fixed cost per step makes a rank
-with few samples look slow; each division is measured again, and the times converge. Limits keep a rank that is only
-disturbed for a moment from losing all its samples.
-
-A decision must change something by more than `HYSTERESIS_FRACTION`. It is made only after the last one has taken effect
-and takes effect `LEAD_STEPS` later, when every rank has it. The controller is arithmetic on reports, without clock or
-randomness: the same reports give the same decisions, also after a resume.
+A decision must change something by more than `HYSTERESIS_FRACTION`, is made only after the last one has taken effect,
+and takes effect `LEAD_STEPS` later, when every rank has it. The same reports give the same decisions, also after a
+resume. Decision 0018 has the measurements behind the constants.
 """
 
 from __future__ import annotations
@@ -76,9 +62,7 @@ class Smoothed:
     """One smoothed quantity: the median of the last three measurements, then a moving average.
 
     The median removes a single outlier. The average is slow while medians stay near it, and quick once they do not.
-    Bandwidth is smoothed as seconds per byte: the average follows a link that breaks down within two steps, and one
-    that recovers within about four. This order is right, because a step on an overestimated link takes long, and a step
-    on an underestimated one only carries less. `value` is None before the first measurement.
+    `value` is None before the first measurement.
     """
 
     def __init__(self) -> None:
@@ -94,6 +78,8 @@ class Smoothed:
         if self.value is None:
             self.value = middle
             return
+        # Quick with changes: of seconds per byte that is the safe order, because a step on an overestimated link takes
+        # long, and one on an underestimated link only carries less.
         is_noise = abs(middle - self.value) <= NOISE_FRACTION * abs(self.value)
         self.value += (STEADY_WEIGHT if is_noise else QUICK_WEIGHT) * (middle - self.value)
 
@@ -193,8 +179,9 @@ class Controller:
         self._curve = curve or power()
         self._floor, self._ceiling = floor, max(CEILING, floor)
         ratio = self._ceiling / floor
-        steps = [place / _CANDIDATES for place in range(_CANDIDATES)]
+        steps = [number / _CANDIDATES for number in range(_CANDIDATES)]
         self._densities: list[float] = [*(floor * ratio**step for step in steps), self._ceiling]
+        # A rank that is only disturbed for a moment must not lose all its samples.
         self._limits = tuple(batch_limits) or tuple((-(-size // 4), sum(batch_sizes)) for size in batch_sizes)
         if self.batch_sizes:
             split(sum(self.batch_sizes), [1.0] * world_size, self._limits)
@@ -244,9 +231,12 @@ class Controller:
             if report.num_samples:
                 per_sample.add(alone / report.num_samples)
         num_bytes = max(max(report.bytes_sent, report.bytes_received) for report in step_W)
+        # Without the time that an early rank waits for a late one: the link does not cause it.
         wall = _slowest_hop_seconds(step_W)
         if num_bytes and wall > 0:
             self._seconds_per_byte.add(wall / num_bytes)
+            # What does not shrink with density (small dense tensors, latency) looks like less bandwidth; it is
+            # measured again at each new density, so a few decisions correct it.
             self._bytes_per_density = num_bytes / density
 
     def _learn_growth(self, step_W: list[StepReport], density: float) -> None:
@@ -256,6 +246,7 @@ class Controller:
             self._seconds_per_density.start_level()
         compute = fmean(report.compute_seconds for report in step_W)
         expected = self._compute_at(density, fmean(each.value or 0.0 for each in self._compute_seconds))
+        # Compute grows with density where selection and merging use the processor of the model.
         if 0 < compute < PAUSE * expected:
             self._seconds_per_density.add(density, compute)
 
@@ -293,6 +284,8 @@ class Controller:
         new = split(sum(old), [1 / value for value in known], self._limits)
         before = max(size * value for size, value in zip(old, known, strict=True))
         after = max(size * value for size, value in zip(new, known, strict=True))
+        # A fixed cost a step makes a rank with few samples look slow; each division is measured again, and times
+        # converge.
         if after >= before * (1 - HYSTERESIS_FRACTION):
             return old, ""
         slow, fast = known.index(max(known)), known.index(min(known))

@@ -1,14 +1,8 @@
 """Maps density to the progress of one step, which no measurement of the link shows.
 
-A step that exchanges more of the gradient takes longer and makes more progress. To weigh one against the other, a
-controller needs a `Curve`: progress over density, in steps that exchange everything. By default it is a power law,
-density to the `DEFAULT_EXPONENT`. A profile of ``shade tune`` has a measured one (`shade.control.profile`).
-
-Why a curve and not a constant: where the exchange overlaps the compute (staleness 1), every growing curve that is less
-than proportional gives the same answer, to fill the available time. Where it does not (staleness 0), the answer depends
-only on the curve's slope. The price: a wrong curve costs speed at staleness 0, never correctness.
-
-Invariant: progress never falls when density grows, and is above 0.
+A controller needs a `Curve`: progress over density, in steps that exchange everything. By default it is a power law; a
+profile of ``shade tune`` has a measured one (`shade.control.profile`). A wrong curve costs speed at staleness 0, never
+correctness. Invariant: progress never falls when density grows, and is above 0.
 """
 
 from __future__ import annotations
@@ -56,12 +50,12 @@ class Curve:
 
     def at(self, density: float) -> float:
         """Returns the progress of one step, above 0 and never less than at a smaller density."""
-        place = bisect.bisect_right(self.densities, density)
-        if place in (0, len(self.densities)):
-            return self.progress[min(place, len(self.densities) - 1)]
-        low, high = self.densities[place - 1], self.densities[place]
+        above = bisect.bisect_right(self.densities, density)
+        if above in (0, len(self.densities)):
+            return self.progress[min(above, len(self.densities) - 1)]
+        low, high = self.densities[above - 1], self.densities[above]
         share = math.log(density / low) / math.log(high / low)
-        return float(self.progress[place - 1] ** (1 - share) * self.progress[place] ** share)
+        return float(self.progress[above - 1] ** (1 - share) * self.progress[above] ** share)
 
 
 def power(exponent: float = DEFAULT_EXPONENT) -> Curve:

@@ -15,7 +15,7 @@ from shade.errors import DataError
 from shade.types import Decision, StepReport
 
 MOST_LINE_BYTES: Final = 16 * 1024
-"""A decision for two thousand ranks; a report is 300 bytes."""
+"""Longest line that is read: a decision for two thousand ranks; a report has 300 bytes."""
 _Whole = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Number = Annotated[float, msgspec.Meta(gt=-(2.0**63), lt=2.0**63)]
 _TYPES: Final[dict[str, Any]] = {"int": _Whole, "float": _Number, "str": str, "tuple[int, ...]": tuple[_Whole, ...]}

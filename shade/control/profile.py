@@ -1,16 +1,9 @@
 """The result of ``shade tune``: the quality that a training reaches with a global batch and a density, as JSON.
 
-A profile is a grid of expected quality over batch and density (the mean of a Gaussian process), the evaluations that it
-was fitted to, and the settings of the search. The controller reads two things from it. `Profile.floor` is the density
-below which the quality falls by more than is allowed. `Profile.curve` is the progress of one step: with h the relative
-shortfall of the quality, training needs ``1 + 50 h`` times as many samples (StellaTrain's objective), and the progress
-is the inverse.
-
-The format is JSON and not pickle: profiles are passed around, and reading one must run nothing. The grid is in the
-file, so reading it needs no library. The price: values between grid points are interpolated, and outside the grid they
-are those of its edge.
-
-Invariant: `load` returns what `save` wrote; any other file is refused with a message that says what is wrong.
+A profile is a grid of expected quality over batch and density, the evaluations that it was fitted to, and the settings
+of the search. The controller reads `Profile.floor`, the density below which the quality falls by more than is allowed,
+and `Profile.curve`, the progress of one step: with h the relative shortfall of the quality, training needs
+``1 + 50 h`` times as many samples, and the progress is the inverse. Reading one runs nothing and needs no library.
 
 References:
     Lim et al., "Accelerating Model Training in Multi-cluster Environments with Consumer-grade GPUs", SIGCOMM 2024:
@@ -107,7 +100,7 @@ class Profile:
         shortfalls = [self.shortfall(batch, density) for density in self.densities]
         limit = min(shortfalls) + allowed_fraction + 1e-12
         best = shortfalls.index(min(shortfalls))
-        too_sparse = [place for place in range(best) if shortfalls[place] > limit]
+        too_sparse = [position for position in range(best) if shortfalls[position] > limit]
         return self.densities[too_sparse[-1] + 1 if too_sparse else 0]
 
     def curve(self, batch: int) -> Curve:
@@ -127,7 +120,7 @@ class Profile:
             with replacing(Path(path)) as beside:
                 beside.write_text(json.dumps({"format": FORMAT, **jsonable(asdict(self))}, indent=1) + "\n", "utf-8")
         except OSError as error:
-            raise ConfigError.of("a place for a profile", f"{path}: {error.strerror}", "name another") from None
+            raise ConfigError.of("a path for a profile", f"{path}: {error.strerror}", "name another") from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -152,7 +145,7 @@ class Profile:
 def _place(axis: tuple[float, ...] | tuple[int, ...], value: float) -> tuple[int, float]:
     """Returns the index of the axis point below the value, and the fraction of the way to the next, in logarithms."""
     inside = min(max(value, axis[0]), axis[-1])
-    place = max(min(bisect.bisect_right(axis, inside) - 1, len(axis) - 2), 0)
+    position = max(min(bisect.bisect_right(axis, inside) - 1, len(axis) - 2), 0)
     if len(axis) == 1:
         return 0, 0.0
-    return place, math.log(inside / axis[place]) / math.log(axis[place + 1] / axis[place])
+    return position, math.log(inside / axis[position]) / math.log(axis[position + 1] / axis[position])

@@ -1,16 +1,12 @@
 """Receives every rank's step reports and serves them to the controller, to ``shade top`` and to Prometheus.
 
 HTTP, from the standard library: ranks ``POST /reports`` with lines of JSON, ``GET /state`` returns the latest state as
-JSON, ``GET /metrics`` a page for Prometheus. It is one small server, usually in a thread of rank 0, with a few requests
-a second. The controller takes new reports with `TelemetryServer.drain`.
+JSON, ``GET /metrics`` a page for Prometheus. The state has medians of each rank's last `NUM_STEPS`; Prometheus gets
+totals since the start.
 
-The state has medians of each rank's last `NUM_STEPS` and not means: one step with an evaluation or a checkpoint is not
-typical of the rank. Totals since the start are kept as well, because Prometheus wants counters.
-
-The server is safe to leave running: memory is bounded (steps per rank, ranks, bytes per request, requests at once), an
-idle connection is dropped, and nothing is unpickled. It listens beyond this machine only with a token, from the
-environment (`TOKEN_VARIABLE`), which every request must carry. The price of plain HTTP: anyone who can read the traffic
-can read the token and the metrics. They are no secrets, but use a tunnel over a network that is not yours.
+Memory is bounded, an idle connection is dropped, and nothing is unpickled. It listens beyond this machine only with a
+token, from the environment (`TOKEN_VARIABLE`), which every request must carry. It is plain HTTP: use a tunnel over a
+network that is not yours.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ _TIMEOUT_SECONDS: Final = 5.0
 NUM_STEPS: Final = 64
 """Steps that are kept of each rank."""
 MOST_RANKS: Final = 4096
-"""A sender with more ranks is not a training."""
+"""Upper bound of the ranks whose reports are kept: a sender with more is no training."""
 COUNTERS: Final = {
     "samples": "Samples trained on.",
     "sent_bytes": "Bytes of compressed gradients sent.",

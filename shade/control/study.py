@@ -3,18 +3,12 @@
 Optuna's Gaussian process chooses each next point. scikit-learn's fits the expected quality of a profile, because
 Optuna keeps its own fit private. Both are imported when a search runs. Decision 0019 compares the samplers.
 
-Every evaluation is one line of JSON in a journal, written when the evaluation ends. Failures are written too and count
-as the worst quality so far, so the search avoids their neighbourhood. The journal is the only state: each next point is
-a function of the journal and the seed. A study that is killed at any moment therefore resumes with the points that it
-would have tried, and repeats only the evaluation that was running. The price is a new fit for every point, about 0.1 s.
-
-`CommandObjective` runs the user's training command once and reads the quality from its output. The output goes to a
-file and is read line by line; the last line with the metric counts. A command that takes too long is killed together
-with its child processes. So is a command that is running when the study ends, even by SIGKILL.
+Every evaluation is one line of JSON in a journal, failures too, and the journal is the only state: each next point is a
+function of the journal and the seed. A study that is killed at any moment resumes with the points that it would have
+tried. `CommandObjective` runs the user's training command once and reads the quality from its output.
 
 References:
-    Lim et al., SIGCOMM 2024: Bayesian optimisation of (global batch, compression) over a fraction of the training, with
-    10 initial evaluations and 31 in all, as here.
+    Lim et al., SIGCOMM 2024: Bayesian optimisation of (global batch, compression) with 10 initial evaluations of 31.
 """
 
 from __future__ import annotations
@@ -52,7 +46,7 @@ _MOST_DRAWS: Final = 500
 """Random points that are drawn in search of one that was not tried."""
 _MOST_LINE_BYTES: Final = 1 << 16
 _SHOWN: Final = 200
-"""Characters of a last line that a message shows."""
+"""Most characters that a message shows of a command's last line."""
 _TIED: Final = """\
 import os, signal, sys
 from shade.process import die_with_parent
@@ -62,7 +56,8 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[2]}: {error.strerror}")
 """
-"""Becomes the command and dies with this process. A `preexec_fn` would be unsafe: the search has started threads."""
+"""Program that becomes the command and dies with this process. A `preexec_fn` would be unsafe: the search has
+started threads."""
 
 
 class EvaluationError(Exception):
@@ -120,12 +115,12 @@ class Space:
         return Point(batch, min(max(float(f"{density:.3g}"), least), most))
 
     def point(self, across: float, up: float) -> Point:
-        """Returns the point at a place of the unit square, where 0 is the least batch or density and 1 the greatest."""
+        """Returns the point at a position in the unit square; 0 is the least batch or density, 1 the greatest."""
         (low, high), (least, most) = self._multiples, self.densities
         return self.rounded(low * (high / low) ** across, least * (most / least) ** up)
 
     def unit(self, point: Point) -> tuple[float, float]:
-        """Returns the place of a point in the unit square."""
+        """Returns the position of a point in the unit square."""
         low, high = (each * self.batch_multiple for each in self._multiples)
         return _fraction(point.batch, low, high), _fraction(point.density, *self.densities)
 
@@ -231,8 +226,8 @@ def suggest(space: Space, tried: Sequence[tuple[Point, float | None]], *, seed: 
             return point
     # Measuring a point twice teaches less than a random new one, and both would write to the same log.
     draw = np.random.default_rng([seed, 1, len(tried)])
-    places = draw.random((_MOST_DRAWS, 2))
-    points = [space.point(float(across), float(up)) for across, up in places]
+    positions = draw.random((_MOST_DRAWS, 2))
+    points = [space.point(float(across), float(up)) for across, up in positions]
     return next((point for point in points if point not in known), points[0])
 
 
@@ -273,8 +268,8 @@ def _surface(
         warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound: that side does not matter
         model.fit([space.unit(point) for point, _ in measured], [gain for _, gain in measured])
     num_batches, num_densities = _GRID
-    batches = sorted({space.point(float(place), 0.0).batch for place in np.linspace(0, 1, num_batches)})
-    densities = sorted({space.point(0.0, float(place)).density for place in np.linspace(0, 1, num_densities)})
+    batches = sorted({space.point(float(position), 0.0).batch for position in np.linspace(0, 1, num_batches)})
+    densities = sorted({space.point(0.0, float(position)).density for position in np.linspace(0, 1, num_densities)})
     gains = model.predict([space.unit(Point(batch, density)) for batch in batches for density in densities])
     return batches, densities, np.reshape(gains, (len(batches), len(densities)))
 

@@ -66,21 +66,11 @@ def _imported(text: str, among: set[str]) -> Iterator[str]:
 
 
 def prepare_digits(folder: Path, flip_fraction: float = 0.0, seed: int = 0) -> str:
-    """Writes what is missing of the digits; ``train`` gets 1,437 images and ``val`` 360, the same split every time.
-
-    The 8 × 8 scans are enlarged to 32 × 32 grey PNGs, so that every network of the examples takes them.
-
-    Args:
-        folder: Gets ``train``, ``val`` and, with wrong labels, ``flipped.txt``, which lists them.
-        flip_fraction: Share of the training images that lie in another digit's folder.
-        seed: Chooses them.
-
-    Returns:
-        A line that says what was done.
-
-    Raises:
-        ConfigError: scikit-learn is not installed, or the folder holds another variant or cannot be written.
-    """
+    """Writes what is missing of the digits (``train`` 1,437 images, ``val`` 360, the same split every time) and
+    returns a line that says what was done. The 8 × 8 scans are enlarged to 32 × 32 grey PNGs, so that every network
+    of the examples takes them. A share ``flip_fraction`` of the training images, chosen by the seed, lies in another
+    digit's folder; ``flipped.txt`` lists them. Raises ConfigError if scikit-learn is not installed, or the folder
+    holds another variant or cannot be written."""
     num_flipped = round(flip_fraction * _NUM_TRAIN)
     sizes = f"{_NUM_TRAIN} for training, {_NUM_VALIDATION} for validation, {num_flipped} labels flipped"
     variant = {"size": _SIZE, "flip_labels": flip_fraction, "seed": seed if flip_fraction else 0}

@@ -63,20 +63,9 @@ class FolderContent:
 
 
 def check(config: RunConfig, stores: StoreURLs) -> str:
-    """Checks the whole plan.
-
-    Args:
-        config: The resolved run.
-        stores: Its stores' URLs, with their passwords.
-
-    Returns:
-        What is trained and validated on, in one line.
-
-    Raises:
-        ConfigError: The plan is impossible.
-        DataError: The data set is missing or malformed.
-        StoreAuthError: A named server refused the credentials.
-    """
+    """Checks the whole plan; returns what is trained and validated on, in one line. Raises ConfigError if it is
+    impossible, DataError if the data set is missing or malformed, and StoreAuthError if a named server refused the
+    credentials."""
     check_names(config)
     check_ranks(config)
     content, *more = [check_folder(Path(path)) for path in config.train_paths]
@@ -184,18 +173,9 @@ def _count_gpus() -> int:
 
 
 def check_folder(root: Path) -> FolderContent:
-    """Checks that a folder is in ImageFolder layout and that the first image of each class decodes.
-
-    Args:
-        root: The folder.
-
-    Returns:
-        Images, classes, and the sizes of the first image of each class.
-
-    Raises:
-        DataError: It is missing or empty, a class has no image, a first image cannot be decoded, or the classes are
-            the parts of a data set, such as train and val.
-    """
+    """Checks that a folder is in ImageFolder layout and that the first image of each class decodes; returns images,
+    classes and the sizes of these images. Raises DataError if it is missing or empty, a class has no image, a first
+    image cannot be decoded, or the classes are the parts of a data set, such as train and val."""
     if not root.is_dir():
         raise DataError.of("a folder with one sub-folder per class", str(root), "check the path (is it mounted?)")
     classes = sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
@@ -248,8 +228,8 @@ def check_snapshots(config: RunConfig, checkpoint_url: str | None) -> None:
     if config.persist is not None:
         _check_storage(config.persist)
     if config.resume and not has_snapshots(config, checkpoint_url):
-        places = ", ".join(filter(None, (config.checkpoint, shown_place(config.persist_to or ""))))
-        raise ConfigError.of("a checkpoint to resume from", f"none of run {config.run} in {places}", _RESUME_CURE)
+        locations = ", ".join(filter(None, (config.checkpoint, shown_place(config.persist_to or ""))))
+        raise ConfigError.of("a checkpoint to resume from", f"none of run {config.run} in {locations}", _RESUME_CURE)
 
 
 def _check_store(url: str) -> None:
@@ -278,7 +258,7 @@ def _check_storage(persist: str) -> None:
 
 
 def has_snapshots(config: RunConfig, checkpoint_url: str | None) -> bool:
-    """Returns whether any place holds a committed snapshot of the run; an unreachable place counts as empty."""
+    """Returns whether any location holds a committed snapshot of the run; an unreachable one counts as empty."""
     if own_records(own_folder(config.run)):
         return True
     with contextlib.ExitStack() as resources, contextlib.suppress(ShadeError):

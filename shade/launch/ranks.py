@@ -1,12 +1,9 @@
 """Starts the ranks of one machine through torch.distributed.run, shows their progress, and ends them with the launcher.
 
-Three mechanisms end them. A signal to the launcher becomes an exception, which unwinds through `Ranks.stop`. A launcher
-that is killed outright cannot unwind: the kernel then sends torch.distributed.run a SIGTERM, which it passes on. And if
-torch.distributed.run itself is killed, each rank has asked the kernel for the same (`TrainSession`). Workers of the
-DataLoader end by themselves, within five seconds of their rank.
-
-`watch` shows a bar on a terminal; a pipe or a file gets only the report and the errors. Rank 0 keeps a small file with
-its present step (`TrainSession`), which is read a few times a second. ``train.log`` has the epochs for everyone else.
+A signal to the launcher becomes an exception, which unwinds through `Ranks.stop`. If the launcher, or
+torch.distributed.run, is killed outright, the kernel sends their children a SIGTERM. Workers of the DataLoader end by
+themselves, within five seconds of their rank. `watch` shows a bar on a terminal, by a small file with rank 0's present
+step; a pipe or a file gets only the report and the errors.
 """
 
 from __future__ import annotations
@@ -44,13 +41,13 @@ LAST_CALL_SECONDS = 10
 NAME_SECONDS = 60
 """How long the name of machine 0 may be unknown: Kubernetes publishes a pod's name when the pod exists."""
 SILENCE_SECONDS = 3.0
-"""After this a wait says what it waits for."""
+"""Time after which a wait says what it waits for."""
 _CONNECT_SECONDS = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_BYTES = 200_000
 _POLL_SECONDS = 0.2
 LINE_SECONDS = 4.0
-"""Between two lines about a run whose progress is not on a terminal."""
+"""Interval between lines about a run whose progress is not shown on a terminal."""
 
 
 class Ended(BaseException):
@@ -143,7 +140,7 @@ def await_machine_0(config: RunConfig, remind: Callable[[], None]) -> None:
     Raises:
         ConfigError: Machine 0 did not answer in `MEETING_SECONDS`, or its name stayed unknown for `NAME_SECONDS`.
     """
-    place = format_address(config.master_address, config.master_port)
+    machine_0 = format_address(config.master_address, config.master_port)
     cure = "start it there with -nr 0, or correct -master_address and --master_port"
     begun, silent = time.monotonic(), True
     while True:
@@ -154,9 +151,9 @@ def await_machine_0(config: RunConfig, remind: Callable[[], None]) -> None:
             waited = time.monotonic() - begun
             limit, reason = NAME_SECONDS if isinstance(error, socket.gaierror) else MEETING_SECONDS, str(error)
         if waited > limit:
-            raise ConfigError.of(f"machine 0 at {place}", f"{reason} for {limit} s", cure)
+            raise ConfigError.of(f"machine 0 at {machine_0}", f"{reason} for {limit} s", cure)
         if waited > SILENCE_SECONDS and silent:
-            sys.stderr.write(f"waiting up to {limit} s for machine 0 at {place} ({reason}); {cure}\n")
+            sys.stderr.write(f"waiting up to {limit} s for machine 0 at {machine_0} ({reason}); {cure}\n")
             silent = False
         remind()
         time.sleep(_POLL_SECONDS)
@@ -229,7 +226,7 @@ class Ranks:
         return f"{who} failed: {line.strip()[:300]}" if line else f"{who} failed with exit status {status}"
 
     def _written(self) -> str:
-        """Returns the end of their output."""
+        """Returns the end of what the ranks wrote."""
         with self._log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - _TAIL_BYTES))

@@ -2,17 +2,10 @@
 
 Precedence: what was typed; then, on ``--resume``, what the saved run said; then the default. So no flag has a default
 in the parser: a flag that was not typed stays absent. The original's network and batch (``resnet18``, 256) apply if a
-script is named; with no script named, the digits are trained. A run may be resumed on another number of ranks: the
-global batch decides the stream of samples, so unless ``--batch_size`` is typed the ranks share the old one.
-A `RunConfig` must not contain passwords; those are in the URLs.
+script is named; with no script named, the digits are trained. A `RunConfig` must not contain passwords; those are in
+the URLs. The run directory of machine 0 is what ``--out`` says; machine 3 uses ``node3`` inside it.
 
-The parser knows every flag of SHADE's original launcher in its spellings. The script and its paths may stand before,
-between and after the flags. argparse cannot know that a flag which takes several values, or perhaps none, must not
-take the script for one of them. So a list of values ends at a word that ends in ``.py``: scripts do, and data sets,
-hosts and run directories do not.
-
-The run directory of machine 0 is what ``--out`` says; machine 3 uses ``node3`` inside it, so that machines may share a
-file system or not.
+The parser knows every flag of SHADE's original launcher in its spellings, before, between and after the script.
 """
 
 from __future__ import annotations
@@ -81,22 +74,13 @@ def _ours(name: str) -> list[str]:
 
 
 _GREEDY = {"--resume", *_original("val_paths"), *_original("host_ip"), *_original("port_num")}
-"""Flags that take the words after them, even one too many."""
+"""Flags that take several words, and so would take the script for one of them."""
 
 
 def parse(argv: Sequence[str], prog: str = "runshade.py") -> argparse.Namespace:
-    """Parses a command line.
-
-    Args:
-        argv: Without the program's name.
-        prog: What the user typed to get here, for help and errors.
-
-    Returns:
-        What was typed, and nothing else; a flag that was not typed is absent.
-
-    Raises:
-        SystemExit: 2 after one line about an invalid flag, 0 after ``--help``.
-    """
+    """Parses a command line without the program's name; a flag that was not typed is absent from the result.
+    ``prog`` is what the user typed to get here. Raises SystemExit: 2 after one line about an invalid flag, 0 after
+    ``--help``."""
     return parser(prog).parse_intermixed_args(_scripts_first(argv))
 
 
@@ -212,18 +196,8 @@ class StoreURLs:
 
 
 def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, StoreURLs]:
-    """Resolves the flags.
-
-    Args:
-        args: From `flags.parser`.
-        directory: The user's working directory.
-
-    Returns:
-        The run, and the URLs of its stores.
-
-    Raises:
-        ConfigError: An impossible combination.
-    """
+    """Resolves the flags that `parse` returned, in the user's working directory, to the run and the URLs of its
+    stores. Raises ConfigError for an impossible combination."""
     typed = {_TYPED_AS.get(name, name): value for name, value in vars(args).items()}
     out = _out(typed, directory)
     known = {field.name for field in fields(RunConfig)}

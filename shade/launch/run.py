@@ -3,11 +3,6 @@
 Exit codes: 0 done · 1 a rank failed, one line says which and why · 2 bad input, one line says what was expected, and
 nothing was written · 128+n ended by signal n.
 
-The run directory and the link to its log are made when the ranks are about to start, and removed if nothing came of it.
-A bad input that only a rank can see (a network that the script does not know, a password that changed meanwhile) must
-leave as little behind as one that the launcher sees itself. So `Workspace` remembers what it made, and `undo` removes
-that and nothing else.
-
 Invariant: for a run on one machine, the ``hitting`` and ``miss`` lines of train.log are as many as the rows of
 metrics.jsonl say together. A killed run has logged accesses that no row counts; when it is resumed they get a row of
 their own, of the kind ``lost``.
@@ -43,7 +38,7 @@ _OURS = ("run.json", "train.log", "output.log", "metrics.jsonl", "trace.npz", "t
 
 
 class Workspace:
-    """The places where a run writes.
+    """Where a run writes.
 
     Args:
         config: The resolved run.
@@ -252,7 +247,7 @@ def _launch(
         remind()
         return ranks.poll()
 
-    place = Workspace(config, Path.cwd(), stores.checkpoint)
+    workspace = Workspace(config, Path.cwd(), stores.checkpoint)
     sys.stderr.write(headline)
     try:
         with contextlib.ExitStack() as stack:
@@ -265,24 +260,24 @@ def _launch(
                 where = format_address(config.master_address, config.master_port)
                 line = f"{config.nodes} machines meet at {where}; the others need the same command with their own -nr"
                 sys.stderr.write(f"{line}\n")
-            environment = _environment(config, stores, place)
-            ranks = stack.enter_context(Ranks(config, environment, place.output_log))
+            environment = _environment(config, stores, workspace)
+            ranks = stack.enter_context(Ranks(config, environment, workspace.output_log))
             code = watch(poll, config, in_lines=compared)
     except ShadeError:
-        place.undo()
+        workspace.undo()
         raise
     # A rank that was killed makes the others complain about their input; that is no bad input.
-    if place.failure is not None and not ranks.was_killed:
-        message = place.failure
-        if place.has_results:  # training was under way: data that vanished, say
+    if workspace.failure is not None and not ranks.was_killed:
+        message = workspace.failure
+        if workspace.has_results:  # training was under way: data that vanished, say
             return 1, message
-        place.undo()
+        workspace.undo()
         return 2, message
     if code != 0:
-        return 1, f"{ranks.why()}; all of it is in {place.output_log}"
+        return 1, f"{ranks.why()}; all of it is in {workspace.output_log}"
     if config.node_rank > 0:
         return 0, f"done; the report is on machine 0, this machine's logs are in {config.out}"
-    if not place.has_results:
+    if not workspace.has_results:
         return 0, f"done; the script reported no epoch, so there is no report in {config.out}"
     with status_line("writing the report"):
         report = write_report(config.out)
@@ -291,8 +286,12 @@ def _launch(
     return 0, f"report, picture and logs are in {config.out}"
 
 
-def _environment(config: RunConfig, stores: StoreURLs, place: Workspace) -> dict[str, str]:
-    environment = os.environ | {RUN_FILE: str(config.save()), CACHE_URL: stores.cache, ACCESS_LOG: str(place.train_log)}
+def _environment(config: RunConfig, stores: StoreURLs, workspace: Workspace) -> dict[str, str]:
+    environment = os.environ | {
+        RUN_FILE: str(config.save()),
+        CACHE_URL: stores.cache,
+        ACCESS_LOG: str(workspace.train_log),
+    }
     if stores.checkpoint is not None:
         environment[CHECKPOINT_URL] = stores.checkpoint
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.processes)))

@@ -2,46 +2,16 @@
 
 When epoch e begins, its order and the order of e+1 are both known, so nothing has to be guessed:
 
-1. A resident that comes again, in the rest of e or in e+1, stays. It costs no I/O and it is a sure hit.
+1. A resident that comes again, in the rest of e or in e+1, stays.
 2. A resident used in e but not in e+1 leaves at its last use in e; one used in neither leaves at once.
-3. A non-resident that e reads from the origin and e+1 uses again may *arrive* at its last use in e, into room that
-   departures before it have freed. As many bytes arrive as can, each as late as possible.
-4. Space that is still left is not emptied for its own sake: unneeded departures do not take place (the latest
-   first), and what else e reads fills the rest. A later epoch will want some of it; a cache that holds the whole data
-   set ends up holding it.
+3. A non-resident that e reads and e+1 uses again *arrives* at its last use in e, into room that departures before it
+   have freed: as many bytes as can, each as late as possible.
+4. Space that is still left keeps what would leave, the latest first, and then takes what else e reads.
+5. A sample that e+1 uses only close to its end gets room after the others.
 
-Why as late as possible: memory stays free longest, and an arrival in the last batches before the boundary is no race
-between the rank that writes it and the one that wants it. It costs nothing: with room(i) = free bytes + departures up
-to candidate i, and after(i) = bytes of candidates behind it, any feasible choice moves at most room(i) + after(i), and
-the latest candidates that total min over i of that are feasible, because what they place before i is what is left
-over from after(i)::
-
-    candidates    a   b       c    d   e        budget = min(all, min_i room(i) + after(i))
-    departures      x     y      z              chosen = the longest tail within the budget: c d e
-    room(i)      ─┘ └─────┘ └────┘ └───
-
-5. A sample that e+1 uses only close to its end gets room after the others, resident or not. If e+2 does not use it,
-   it leaves when few candidates are left to take its place, and a place is lost. The end is the last 32nd of e+1, at
-   least 64 accesses unless that is more than a quarter. If e+1 uses everything, no sample
-   leaves, and this rule does not apply.
-
-Two caches, one below the other, are planned one after the other. Below the faster one, what that one will hold as e
-ends (``held_above_N``) is a copy: no use of e+1 needs it here. Copies get what room is left after all others, so the
-two caches hold different samples where room is short. In the faster one (``has_tier_below``) samples arrive as early as
-they can. Each of them is one that the lower cache need not take, or room that it frees there. So the later candidates
-are left for the lower cache, which has departures until late in the epoch. Together the two read from the origin what
-one cache of both sizes reads, but for a few samples (decision 0039).
-
-With mixed sizes the tail stops at the first candidate that is too large; the next pass continues before it, and so on:
-together the passes are the greedy walk from the last candidate to the first that takes whatever still fits. Rule 4 is
-the same walk over other candidates, in the room that is left.
-
-Invariants: the same residents, sizes and orders give the same plan on every rank; a plan recomputed in mid-epoch from
-the residents of that moment is the rest of the old one; with equal sizes and no duplicates no policy that knows just
-these two orders (Belady's MIN over them) gets more hits out of them. Duplicates inside an epoch are safe but not
-sought: a sample that arrives at its last use was read from the origin at the earlier ones.
-
-Price: 0.1 to 0.2 s and at most 56 MB for 1.28 M samples an epoch, then one byte an access; 5 to 10 µs a batch.
+Invariants: the same residents, sizes and orders give the same plan on every rank; a plan recomputed within the epoch is
+the rest of the old one; with equal sizes and no duplicates no policy that knows just these two orders gets more hits.
+Decision 0003 has the proof and the price.
 
 Legend: B batch · N data set · K accesses of one epoch · C candidates.
 """
@@ -98,6 +68,7 @@ class PlanPolicy(CachePolicy):
         wanted_N, late_N = self._wanted(plan.next_order_K)
         copy_N = np.zeros(len(resident_N), dtype=bool)
         if plan.held_above_N is not None and plan.next_order_K is not None:
+            # What the faster cache above will hold is not needed here: it gets the room that all others leave.
             copy_N |= plan.held_above_N
             wanted_N &= ~copy_N
             late_N &= ~copy_N
@@ -106,6 +77,7 @@ class PlanPolicy(CachePolicy):
         useless, useless_copies = (
             np.flatnonzero(resident_N & ~wanted_N & ~used_N & group_N) for group_N in (~copy_N, copy_N)
         )
+        # Where each sample is used last: only there may it leave, or arrive without being in the way of an earlier use.
         arriving, late_resident, late_arriving, unwanted, stranger, unwanted_copy, stranger_copy = last_uses(
             order_K,
             (
@@ -143,6 +115,8 @@ class PlanPolicy(CachePolicy):
         """Gives space to groups of candidates, one after the other; a change of 0 lets a resident stay, 1 arrive."""
         for group, change in groups:
             size_bytes = self.size_bytes_N[self._order_K[group]]
+            # In the cache above another one the earliest arrive: each is one that the lower cache need not take,
+            # and the lower cache has departures until late in the epoch.
             chosen = reserve(room_K, group, size_bytes, earliest=self._has_tier_below and change > 0)
             self._change_K[group[chosen]] = change
 
@@ -167,6 +141,8 @@ class PlanPolicy(CachePolicy):
         wanted_N = np.zeros(num_samples, dtype=bool)
         wanted_N[next_order_K] = True
         if len(next_order_K) < num_samples:
+            # The end is the last 32nd, at least 64 accesses unless that is more than a quarter. A sample that e+2 does
+            # not use leaves there, when few candidates are left to take its room, and the room is lost.
             start = len(next_order_K) - max(len(next_order_K) // 32, min(len(next_order_K) // 4, 64))
             late_N[next_order_K[start:]] = True
             # A sample used both early and late counts as early.
@@ -190,6 +166,7 @@ class PlanPolicy(CachePolicy):
         if not moved.size:
             return Verdict(hit_B, hit_B.copy(), EMPTY)
         index_moved, change_moved = index_B[moved], change_B[moved]
+        # Departures and arrivals happen at the use itself, so the bytes in use follow the plan access by access.
         self.resident_N[index_moved] = change_moved > 0
         self.used_bytes += int(self.size_bytes_N[index_moved] @ change_moved)
         return Verdict(hit_B, self.resident_N[index_B], EMPTY)
@@ -202,6 +179,7 @@ class PlanPolicy(CachePolicy):
         """
         rest_K, next_order_K = self._order_K[self._cursor :], self._next_order_K
         again = EpochPlan(0, rest_K, next_order_K, has_tier_below=self._has_tier_below)
+        # Below the new capacity first, by foresight; the plan then decides about all that is left.
         farthest = super().resize(capacity_bytes)
         return np.concatenate([farthest, self.begin_epoch(again)])
 
@@ -231,9 +209,9 @@ def last_uses(order_K: Order, groups_N: Sequence[Bools]) -> list[npt.NDArray[np.
     for number, members_N in enumerate(groups_N):
         group_N[members_N] = number
     last_N = np.empty(len(group_N), dtype=np.int32)
-    place_K = np.arange(len(order_K), dtype=np.int32)
-    last_N[order_K] = place_K
-    group_K = np.where(last_N[order_K] == place_K, group_N[order_K], np.int8(-1))
+    position_K = np.arange(len(order_K), dtype=np.int32)
+    last_N[order_K] = position_K
+    group_K = np.where(last_N[order_K] == position_K, group_N[order_K], np.int8(-1))
     return [np.flatnonzero(group_K == number).astype(np.int32) for number in range(len(groups_N))]
 
 
@@ -271,9 +249,9 @@ def earliest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
     for start in range(0, len(chosen_C), PART):  # a list of all would take ten times the bytes of the arrays
         part = slice(start, start + PART)
         both = zip(size_bytes_C[part].tolist(), room_bytes_C[part].tolist(), strict=True)
-        for place, (size, room) in enumerate(both, start):
+        for position, (size, room) in enumerate(both, start):
             if taken_bytes + size <= room:
-                chosen_C[place] = True
+                chosen_C[position] = True
                 taken_bytes += size
     return chosen_C
 
@@ -298,6 +276,9 @@ def latest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
             left, size, room = left[fits], size[fits], room[fits]
         if not left.size:
             break
+        # Late arrivals leave memory free longest, and do not race with the reader of the next epoch. It costs nothing:
+        # any feasible choice moves at most room(i) + after(i), where after(i) is what comes behind candidate i, and the
+        # latest candidates that total the least of these sums are feasible.
         with_later = np.cumsum(size[::-1])[::-1]
         with_later -= size  # in place, for 10 MB less: now after(i)
         with_later += room
@@ -309,6 +290,8 @@ def latest_that_fit(size_bytes_C: Bytes64, room_bytes_C: Bytes64) -> Bools:
         chosen_C[left[start:]] = True
         if start == 0:
             break
+        # The tail ended at a candidate that is too large; the next pass continues before it, so that all passes
+        # together take whatever still fits, from the last candidate to the first.
         room_behind = int((room[start:] - np.cumsum(size[start:])).min())
         left, size, room = left[:start], size[:start], np.minimum(room[:start], room_behind)
     return chosen_C

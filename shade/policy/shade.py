@@ -1,17 +1,9 @@
-"""SHADE's own policy, Adaptive Priority-aware Prediction: keeps important samples, replaces them by more important
-ones.
+"""SHADE's policy, Adaptive Priority-aware Prediction: keeps important samples, replaces them by more important ones.
 
-A priority queue over the residents, keyed (importance, uses), and a ghost cache: the same pair for every sample ever
-seen, resident or not. A miss is admitted while there is space. When the cache is full it is admitted only if its ghost
-is more important than the least important resident, which leaves; among equally important residents the least used
-leaves. Importance is that of the latest `begin_epoch`, when the queue is rebuilt.
-
-Differences from the released code: importance belongs to the sample that the loss came from; capacity is kept in bytes;
-all ranks share one queue because they walk the same order; and uses choose a victim but do not admit a newcomer. In the
-release they did: where all are equally important, the sample just read has always been used one time more than those
-waiting for their turn, which is `lru`, with 0.5 % hits at f = 0.1 instead of 10 %.
-
-Price: two numbers a sample, a heap over the residents; about 1 µs an access.
+A priority queue over the residents, keyed (importance, uses), and the same pair for every sample ever seen. A miss is
+admitted while there is space, then only if it is more important than the least important resident, which leaves; among
+equally important residents the least used leaves. Unlike the released code, importance belongs to the sample that the
+loss came from, capacity is in bytes, and all ranks share one queue.
 
 References:
     Khan et al., "SHADE: Enable Fundamental Cacheability for Distributed Deep Learning Training", FAST 2023.
@@ -41,6 +33,8 @@ class Shade(PriorityPolicy):
         super().__init__(size_bytes_N, capacity_bytes)
 
     def _key(self, index: int) -> Key:
+        # Uses choose a victim but never admit. In the release they did: the sample just read had always been used once
+        # more than those that wait, which is `lru`, with 0.5 % hits at f = 0.1 instead of 10 %.
         return self._importance[index], self._uses[index]
 
     @override

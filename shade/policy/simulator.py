@@ -1,12 +1,8 @@
 """Replays a recorded trace through the very policies that run in the cache, and counts their origin reads.
 
-No store and no time: the answer is how many samples and bytes would have come from the origin, for any policy and any
-capacity, in seconds instead of a training run. A hit is an access whose sample was resident; every other access is an
-origin read. The first epochs fill the cache: leave them out with ``skip_epochs``.
-
-Invariant: a policy's verdicts on a trace are the same here as in a run of that trace.
-
-Price: `plan` some milliseconds an epoch; the policies that go access by access about a second a million accesses.
+No store and no time: a hit is an access whose sample was resident; every other access is an origin read. The first
+epochs fill the cache: leave them out with ``skip_epochs``. Invariant: a policy's verdicts on a trace are the same here
+as in a run of that trace.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
 """Predicts when any of the jobs that share a cache uses each sample next, and chooses who leaves when space is wanted.
 
-One job alone plans an epoch ahead, exactly (`plan`). Several jobs walk orders of their own, each at its own pace, so
-the future of one is not known in the steps of another. Here all share one clock: a job at position c of its epoch, at r
-samples a second, uses what comes k positions later in k / r seconds. The next use of a sample is the earliest of all
-jobs'. Then Belady's rule applies to the merged future: keep what is used soonest.
-
-What this is worth: J jobs with shuffled epochs of N samples use a sample J times an epoch. A use is a hit if the sample
-was kept since the use before, by whichever job, and a cache of f·N samples can afford the shortest such gaps. Most of
-these are between different jobs, J - 1 of them a sample and epoch in no order, so a share h of all uses hits with about
-f = J / (J - 1) · (1 - (1 + x)·exp(-x)),  h = 1 - exp(-x). For J = 3, f = 0.2: x = 0.64, h = 0.47; simulated, 0.49, so
-each job reads 0.51 N where a job alone reads 0.80 N. No order is changed for it, so no gradient is.
-
-Price: four bytes a sample, job and epoch; a look-up an access and job, and one pass over the residents when space is
-wanted. Invariant: the same streams, clock and residents give the same answer; nothing here knows of stores.
+One job alone plans an epoch ahead, exactly (`plan`). Several jobs walk orders of their own, each at its own pace. Here
+they share one clock: a job at position c of its epoch, at r samples a second, uses what comes k positions later in
+k / r seconds. The next use of a sample is the earliest of all jobs', and Belady's rule applies to the merged future.
+No order is changed for it. Decision 0024 says what it is worth. Four bytes a sample, job and epoch.
 
 Legend: B batch · N data set · K accesses of one epoch · R residents.
 
@@ -44,7 +35,7 @@ class Stream:
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
-        self._place_N: dict[int, npt.NDArray[np.int32]] = {}
+        self._position_N: dict[int, npt.NDArray[np.int32]] = {}
         self._length: dict[int, int] = {}
         self.epoch = 0
         """The present epoch."""
@@ -56,33 +47,35 @@ class Stream:
     @property
     def epochs(self) -> list[int]:
         """Returns the epochs whose order is known."""
-        return sorted(self._place_N)
+        return sorted(self._position_N)
 
     def learn(self, epoch: int, order_K: Order) -> None:
         """Takes in the order of an epoch, from its first access to its last; of repeats the last counts."""
-        place_N = np.full(self._num_samples, _ABSENT, dtype=np.int32)
-        place_N[order_K] = np.arange(len(order_K), dtype=np.int32)
-        self._place_N[epoch], self._length[epoch] = place_N, len(order_K)
+        position_N = np.full(self._num_samples, _ABSENT, dtype=np.int32)
+        position_N[order_K] = np.arange(len(order_K), dtype=np.int32)
+        self._position_N[epoch], self._length[epoch] = position_N, len(order_K)
 
     def move(self, epoch: int, cursor: int) -> None:
         """Sets the job's present epoch and position, and forgets epochs that are over."""
         self.epoch, self.cursor = epoch, cursor
-        for over in [known for known in self._place_N if known < epoch]:
-            del self._place_N[over], self._length[over]
+        # An order has four bytes a sample, so it goes as soon as it is over.
+        for over in [known for known in self._position_N if known < epoch]:
+            del self._position_N[over], self._length[over]
 
     def seconds_to(self, index_B: Indices) -> Seconds:
         """Returns (B,) seconds until this job uses each sample next; `NEVER` if no known order says."""
         wait_B = np.full(len(index_B), NEVER)
         later = self._length.get(self.epoch, 0) - self.cursor
-        following_N = self._place_N.get(self.epoch + 1)
+        following_N = self._position_N.get(self.epoch + 1)
         if following_N is not None and self.epoch in self._length:
-            place_B = following_N[index_B]
-            np.copyto(wait_B, place_B + later, where=place_B >= 0)
-        present_N = self._place_N.get(self.epoch)
+            position_B = following_N[index_B]
+            # The next epoch begins where this one ends, so its positions count from there.
+            np.copyto(wait_B, position_B + later, where=position_B >= 0)
+        present_N = self._position_N.get(self.epoch)
         if present_N is not None:
-            place_B = present_N[index_B]
+            position_B = present_N[index_B]
             # The present epoch overwrites the next one: it comes first.
-            np.copyto(wait_B, place_B - self.cursor, where=place_B >= self.cursor)
+            np.copyto(wait_B, position_B - self.cursor, where=position_B >= self.cursor)
         return wait_B / self.rate
 
 

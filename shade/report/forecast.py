@@ -1,26 +1,16 @@
 """Forecasts an epoch of a recorded run with other reads, other workers or no cache, by scaling one measured epoch.
 
-An epoch is loading and stepping, side by side. Loading is the sum of its stages (origin, cache, decode, transform),
-shared by all workers of all ranks. A stage costs what it did per read, hit or sample, times how many there would be.
-Decoding and transforming are arithmetic, and the CPUs bound how much of that fits into a second::
+Loading is the sum of its stages (origin, cache, decode, transform), shared by all workers of all ranks. A stage costs
+what it did per read, hit or sample, times how many there would be::
 
     load  = (origin·reads' + cache·hits' + (decode + transform)·samples') / workers'      at least  cpu seconds / CPUs
     epoch = max(load, step·samples')   with workers;   load + step·samples'   without
 
-What the model does not explain of the measurement (workers that start, validation, the last batch) is added as it was,
-or scales the result if the model is slower than the truth: with nothing changed, the forecast is the measurement.
-
-With another cache, reads come from the simulator, which replays the run's own orders through its own policy. A run that
-was stopped after an epoch or two has not yet shown what its later epochs draw: its own sampling mode draws them here,
-from the scores it ended with.
-
-It assumes that the storage serves more workers as fast as it served these (`EpochForecast.advice` says where that
-matters), and that a smaller share of misses costs a smaller share of the time, which holds while a batch has more
-misses than one round of parallel reads.
+With nothing changed, the forecast is the measurement. With another cache, reads come from the simulator, which replays
+the run's own orders. It assumes that the storage serves more workers as fast as these (`EpochForecast.advice`).
 
 References:
-    Seneca, FAST 2026, for a closed-form throughput that is the minimum over the stages; Mohan et al.,
-    "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021, for predicting from measured rates (DS-Analyzer).
+    Seneca, FAST 2026, for the closed form; Mohan et al., VLDB 2021, for predicting from measured rates (DS-Analyzer).
 """
 
 from __future__ import annotations

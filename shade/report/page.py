@@ -1,14 +1,9 @@
 """Writes ``report.html``: the run as one page that needs nothing else, no network, no script, no file beside it.
 
-A reader can mail it, archive it and open it years later. It is light or dark as the reader's system is; the charts are
-SVG in the page, and the contact sheet of `shade quality`, where there is one, is a picture in it. The run's results
-stand first, its settings last.
-
-This module computes; the templates in ``templates/`` say what the page looks like. jinja2 escapes all that they print
-(paths, settings, class names): a page that you receive shows what a run was called, and does not run it. A chart
-names meanings instead of colours: `style` has two colours of each. All charts share the axis of epochs. Every mark has
-a ``<title>``, which browsers show under the pointer and screen readers read aloud. The price of charts without a script
-is that nothing can be zoomed; the numbers stand in the table below the charts and in ``epochs.csv``.
+A reader can mail it, archive it and open it years later. It is light or dark as the reader's system is. The run's
+results stand first, its settings last. This module computes; the templates in ``templates/`` say what the page looks
+like, and jinja2 escapes all that they print. A chart names meanings instead of colours: `style` has two colours of
+each. Every mark has a ``<title>``, which browsers show and screen readers read aloud.
 """
 
 from __future__ import annotations
@@ -311,7 +306,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 class _Frame:
-    """Maps epochs and values to places in the picture, rounded to a tenth of a pixel."""
+    """Maps epochs and values to positions in the picture, rounded to a tenth of a pixel."""
 
     left, right, top, bottom, width, height = _LEFT, WIDTH - _RIGHT, _TOP, HEIGHT - _BOTTOM, WIDTH, HEIGHT
 
@@ -329,7 +324,7 @@ class _Frame:
         return round(self.left + (epoch - self._first + 0.5) * self._slot, 1)
 
     def y(self, value: float) -> float:
-        """Returns the place of a value, from the top."""
+        """Returns the position of a value, from the top."""
         share = (min(max(value, self._low), self._high) - self._low) / (self._high - self._low)
         return round(self.bottom - share * (self.bottom - self.top), 1)
 

@@ -1,20 +1,13 @@
 """Finds samples worth a look by the course of their losses while the model learned the others.
 
-A model learns what is regular first. A sample whose label is wrong keeps a large loss while the rest of its class is
-learned, so the probability ``exp(-loss)`` that the model gave its label, averaged over the run, stays low: its
-*confidence*. What is low depends on the class, so *suspicion* compares it with the class: 0 where the confidence equals
-the median of the class, 1 where the model gave the label no probability at all. The first epoch is left out when there
-are three or more, because every sample has a large loss then.
-
-This is no verdict: a rare view, a hard class or a broken file look the same. The contact sheet is for that. Nothing is
-flagged in a class that is not learned itself. The flags assume cross-entropy; for another loss the order is still
-informative.
-
-Price: nothing while training, for the losses are computed anyway; here a pass over two bytes a sample and epoch.
+A sample whose label is wrong keeps a large loss while the rest of its class is learned, so the probability
+``exp(-loss)`` that the model gave its label, averaged over the run, stays low: its *confidence*. *Suspicion* compares
+it with the class: 0 at the median of the class, 1 where the model gave the label no probability at all. This is no
+verdict: a rare view, a hard class or a broken file look the same. The flags assume cross-entropy.
 
 References:
-    Swayamdipta et al., "Dataset Cartography", EMNLP 2020, for confidence and variability; Toneva et al., "An Empirical
-    Study of Example Forgetting", ICLR 2019; Northcutt et al., "Confident Learning", JAIR 2021, for judging by class.
+    Swayamdipta et al., "Dataset Cartography", EMNLP 2020, for confidence; Northcutt et al., "Confident Learning", JAIR
+    2021, for judging by class.
 
 Legend: N data set · C classes.
 """
@@ -35,9 +28,9 @@ EVEN_CHANCE = 0.5
 SUSPICIOUS = 0.5
 """Suspicion from which on a label counts as likely wrong: half the confidence that is usual in the class."""
 FEWEST_USES = 2
-"""Below, nothing is said of a sample: one use may have met an unlucky crop."""
+"""Least number of uses after which a sample is judged: one use may have met an unlucky crop."""
 SETTLED_AFTER = 3
-"""Epochs from which on the first is left out."""
+"""Number of epochs from which on the first one is left out."""
 
 PRECISION = (
     f"Precision: with a tenth of the labels wrong (1,437 digits, 6 epochs), {percent(0.8)} or more of the first "

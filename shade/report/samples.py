@@ -1,16 +1,8 @@
 """Writes ``quality.csv`` and ``quality.png``: a list of samples worth a look, from a run's recorded losses.
 
 `shade.trajectory` has the recorded losses, `shade.report.quality` judges them. This module writes what a person reads:
-every sample in a table, the most suspicious first; a contact sheet; and a page of text about them.
-
-The contact sheet is one picture of the most suspicious samples, each over its label and its confidence: a person sees
-in a second what no statistic can, a wrong label, a broken scan, or a picture that is just hard. Its heading says how
-many of such suspicions were right where the wrong labels are known (``tests/integration/test_quality_flips.py``).
-
-Duplicates are files that are equal byte for byte, by a 128-bit hash: such a sample counts twice, or, under two labels,
-contradicts itself. Only files of equal length are opened, the most suspicious first, so that a data set on slow storage
-is not read a second time: beyond `MOST_READ` files the others are left out, and the report says so. The same picture,
-saved anew, is another file.
+every sample in a table, the most suspicious first; a contact sheet of those, each over its label and its confidence;
+and a page of text about them. Duplicates are files that are equal byte for byte, by a 128-bit hash.
 """
 
 from __future__ import annotations
@@ -47,7 +39,7 @@ _SIDE, _GAP, _CAPTION = 112, 10, 36
 _PAPER, _FRAME, _INK, _MUTED = "#ffffff", "#d7dde3", "#22303c", "#6b7a88"
 _LONGEST = 18
 MOST_READ = 100_000
-"""Files opened; at 20 ms a file and 32 at a time about a minute."""
+"""Most files that are opened to find duplicates: at 20 ms a file and 32 at a time, about a minute."""
 _THREADS = 32
 
 

@@ -397,7 +397,7 @@ def _snapshots(run: Run) -> str:
     known = run.snapshots
     seconds = sum(e.epoch_seconds or 0.0 for e in run.epochs)
     share = f" ({percent(known.get('blocked_seconds', 0.0) / seconds)} of the time)" if seconds else ""
-    failed = f", {known['failed']:.0f} of them reached no place (the log says why)" if known.get("failed") else ""
+    failed = f", {known['failed']:.0f} of them reached no tier (the log says why)" if known.get("failed") else ""
     durable = known.get("durable_step", 0)
     return (
         f"{known['saves']:.0f} snapshots{failed}; training waited {known.get('blocked_seconds', 0.0):.2f} s for "

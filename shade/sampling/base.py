@@ -1,12 +1,8 @@
 """What a sampling mode is: which samples an epoch uses, in which order, and what each gradient weighs.
 
-A draw is a pure function of (seed, epoch, scores): a counter-based generator keyed by seed and epoch, no hidden state,
-so every rank draws the same global order for itself. Ranks share it by position: step ``t`` of an epoch is
-``order_K[t*G : (t+1)*G]`` with G the global batch, and rank ``r`` takes the ``r``-th of W contiguous pieces of it.
-
-Invariant: ``order_K`` depends on nothing but (seed, epoch, scores, settings): not on ranks, workers or the cache, as
-long as the global batch stays. (`pads` also depends on the cache and on validation, so every rank must pass it the same
-ones.)
+A draw is a pure function of (seed, epoch, scores), so every rank draws the same global order for itself, and takes its
+share by position (`dealing`). Invariant: ``order_K`` depends on nothing but (seed, epoch, scores, settings): not on
+ranks, workers or the cache, as long as the global batch stays. (`pads` also depends on the cache and on validation.)
 
 Legend: N data set · K drawn in one epoch · C classes · G global batch.
 """

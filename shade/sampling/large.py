@@ -1,31 +1,20 @@
 """Draws of more than 2**24 samples: the same probabilities, in passes that the processor's cache can follow.
 
-The draws of smaller sets walk through the data set in a random order, one sample after the other. From some millions
-on, each step waits for memory, and a draw grows faster than the data set. Here every pass reads memory from one end to
-the other, or stays within a part of it that the processor's cache holds:
+The draws of smaller sets walk through the data set in a random order. From some millions on, each step waits for
+memory. Here every pass reads memory from one end to the other, or stays within a part of it that the cache holds:
 
-1. A permutation (`permuted`) sends each sample to one of many buckets by a random number, so that each place of the
-   order is equally likely, and then shuffles each bucket (Rao 1961; Sandelius 1962).
-2. The systematic draw (`draw`) sends each sample to its bucket together with its probability. It takes one bucket after
-   the other, shuffles both alike, and marks the samples as `unbiased` does. What was drawn replaces what was read.
-3. Probabilities are computed from the scores wherever they are needed (`Inclusion`): that takes less time than to look
-   them up in a random order, and no memory.
+1. A permutation (`permuted`) sends each sample to one of many buckets by a random number, then shuffles each bucket.
+2. The systematic draw (`draw`) sends each sample to its bucket together with its probability, takes one bucket after
+   the other, shuffles both alike, and marks the samples as `unbiased` does.
+3. Probabilities are computed from the scores wherever they are needed (`Inclusion`).
 
-So a draw needs 4 bytes a sample for the order of the whole set, 4 for the probabilities, then 4 for the weights, and 4
-a drawn sample for the order that the epoch has. Indices have 32 bits.
-
-Random numbers are SplitMix64's, each a function of a key and a place, and the keys come from the generator of (seed,
-epoch, purpose). A choice among n places is uniform up to n / 2**44. The price: the order for a seed is another one than
-numpy's shuffle gives. So these draws begin where that one is too slow to be used (`base.LARGE`), and a saved run names
-them.
-
-Invariant: probabilities are whole units of 2**-30 that sum to exactly K, so a draw has exactly K samples.
+The order for a seed is another one than numpy's shuffle gives, so these draws begin where that one is too slow to be
+used (`base.LARGE`), and a saved run names them. Invariant: units of 2**-30 sum to exactly K.
 
 Legend: N data set · K drawn · C classes · M one bucket.
 
 References:
-    C. R. Rao, "Generation of random permutations of given number of elements using random sampling numbers", Sankhyā 23
-    (1961). G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    C. R. Rao, Sankhyā 23 (1961), for permutations; Steele, Lea, Flood, OOPSLA 2014, for SplitMix64.
 """
 
 from __future__ import annotations
@@ -43,7 +32,7 @@ BUCKET = 1 << 17
 """Samples a bucket, on average: with their probabilities 1 MB, which fits a core's second cache."""
 
 _PART = 61
-"""One of so many samples gives the first guess of the scale."""
+"""Every so many samples, one gives the first guess of the scale."""
 _BLOCK = 1 << 12
 """Samples whose probabilities are computed at a time."""
 _BITS = 30
@@ -52,44 +41,45 @@ Starts = npt.NDArray[np.int64]
 
 
 @compiled
-def _mixed(key: Any, place: Any) -> Any:
-    """Returns the random 64 bits that belong to a key and a place: SplitMix64's ``place``-th number."""
-    mixed = key + (np.uint64(place) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+def _mixed(key: Any, position: Any) -> Any:
+    """Returns the random 64 bits that belong to a key and a position: SplitMix64's ``position``-th number."""
+    mixed = key + (np.uint64(position) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 
 
 @compiled
-def _below(bound: Any, key: Any, place: Any) -> Any:
+def _below(bound: Any, key: Any, position: Any) -> Any:
     """Returns a random number below ``bound``, which is less than 2**20."""
-    return np.int64(((_mixed(key, place) >> np.uint64(20)) * np.uint64(bound)) >> np.uint64(44))
+    # A product instead of a division; uniform up to bound / 2**44.
+    return np.int64(((_mixed(key, position) >> np.uint64(20)) * np.uint64(bound)) >> np.uint64(44))
 
 
 @compiled
 def _bucket_starts(num: Any, key: Any, shift: Any, start_M: Any) -> None:
     """Writes where each bucket begins, and at last ``num``, into ``start_M``, which is 0."""
-    for place in range(num):
-        start_M[np.int64(_mixed(key, place) >> shift) + 1] += 1
+    for position in range(num):
+        start_M[np.int64(_mixed(key, position) >> shift) + 1] += 1
     for bucket in range(len(start_M) - 1):
         start_M[bucket + 1] += start_M[bucket]
 
 
 @compiled
 def _scatter(order_K: Any, key: Any, shift: Any, at_M: Any, out_K: Any) -> None:
-    """Sends each element (or each place, if ``order_K`` is empty) to its bucket of ``out_K``; moves ``at_M`` there."""
-    for place in range(len(out_K)):
-        bucket = np.int64(_mixed(key, place) >> shift)
-        out_K[at_M[bucket]] = order_K[place] if len(order_K) else place
+    """Sends each element (each position, if ``order_K`` is empty) to its bucket of ``out_K``; moves ``at_M`` there."""
+    for position in range(len(out_K)):
+        bucket = np.int64(_mixed(key, position) >> shift)
+        out_K[at_M[bucket]] = order_K[position] if len(order_K) else position
         at_M[bucket] += 1
 
 
 @compiled
 def _shuffle(order_K: Any, start: Any, stop: Any, key: Any) -> None:
     """Shuffles one bucket."""
-    for place in range(stop - 1, start, -1):
-        other = start + _below(place - start + 1, key, place)
-        order_K[place], order_K[other] = order_K[other], order_K[place]
+    for position in range(stop - 1, start, -1):
+        other = start + _below(position - start + 1, key, position)
+        order_K[position], order_K[other] = order_K[other], order_K[position]
 
 
 @compiled
@@ -103,13 +93,14 @@ def _mark(pair_N: Any, start_M: Any, class_N: Any, end_C: Any, key: Any, line_K:
     num_marked = np.int64(0)
     for bucket in range(len(start_M) - 1):
         start, stop = start_M[bucket], start_M[bucket + 1]
-        for place in range(stop - 1, start, -1):
-            other = start + _below(place - start + 1, key, place)
-            pair_N[place], pair_N[other] = pair_N[other], pair_N[place]
-        for place in range(start, stop):
-            pair = pair_N[place]
+        for position in range(stop - 1, start, -1):
+            other = start + _below(position - start + 1, key, position)
+            pair_N[position], pair_N[other] = pair_N[other], pair_N[position]
+        for position in range(start, stop):
+            pair = pair_N[position]
             sample = pair & np.int64(0xFFFFFFFF)
             group = np.int64(class_N[sample]) if len(class_N) else 0
+            # A mark lies within a sample where the multiple of ONE below its end differs from that below its begin.
             end = end_C[group] + (pair >> 32)
             # Without a branch, which the processor would guess wrongly half of the time.
             line_K[num_marked] = sample
@@ -137,8 +128,8 @@ def _wanted(score_N: Any, seen_N: Any, class_N: Any, floor_C: Any, per_cap: Any,
 def _units(start: Any, inclusion: Any, rest: Any, unit_B: Any) -> Any:
     """Writes the probabilities of the samples from ``start`` on into ``unit_B``; returns what is left of ``rest``."""
     score_N, seen_N, class_N, floor_C, per_cap, smallest_root, scale, _ = inclusion
-    for place in range(len(unit_B)):
-        sample = start + place
+    for position in range(len(unit_B)):
+        sample = start + position
         least = np.int64(ONE)
         if seen_N[sample]:
             least = np.int64(floor_C[np.int64(class_N[sample]) if len(class_N) else 0])
@@ -148,7 +139,7 @@ def _units(start: Any, inclusion: Any, rest: Any, unit_B: Any) -> Any:
             moved = min(np.int64(ONE) - units, rest) if rest > 0 else max(least - units, rest)
             units += moved
             rest -= moved
-        unit_B[place] = units
+        unit_B[position] = units
     return rest
 
 
@@ -159,9 +150,9 @@ def _scatter_units(inclusion: Any, key: Any, shift: Any, at_M: Any, pair_N: Any)
     for start in range(0, len(pair_N), _BLOCK):
         size = min(_BLOCK, len(pair_N) - start)
         rest = _units(start, inclusion, rest, unit_B[:size])
-        for place in range(size):
-            bucket = np.int64(_mixed(key, start + place) >> shift)
-            pair_N[at_M[bucket]] = np.int64(unit_B[place]) << 32 | (start + place)
+        for position in range(size):
+            bucket = np.int64(_mixed(key, start + position) >> shift)
+            pair_N[at_M[bucket]] = np.int64(unit_B[position]) << 32 | (start + position)
             at_M[bucket] += 1
 
 
@@ -172,8 +163,8 @@ def _add_units(inclusion: Any, size_C: Any) -> None:
     for start in range(0, len(inclusion[0]), _BLOCK):
         size = min(_BLOCK, len(inclusion[0]) - start)
         rest = _units(start, inclusion, rest, unit_B[:size])
-        for place in range(size):
-            size_C[np.int64(class_N[start + place]) if len(class_N) else 0] += np.int64(unit_B[place])
+        for position in range(size):
+            size_C[np.int64(class_N[start + position]) if len(class_N) else 0] += np.int64(unit_B[position])
 
 
 @compiled
@@ -183,8 +174,8 @@ def _fill_weights(inclusion: Any, weight_N: Any) -> None:
     for start in range(0, len(weight_N), _BLOCK):
         size = min(_BLOCK, len(weight_N) - start)
         rest = _units(start, inclusion, rest, unit_B[:size])
-        for place in range(size):
-            weight_N[start + place] = np.float64(ONE) / np.float64(unit_B[place])
+        for position in range(size):
+            weight_N[start + position] = np.float64(ONE) / np.float64(unit_B[position])
 
 
 @compiled
@@ -206,8 +197,8 @@ def _sum_drawn(order_K: Any, weight_N: Any, class_N: Any, drawn_C: Any, sum_SC: 
     Returns Σ weight² and the largest weight over the drawn.
     """
     bit_N = np.zeros((len(weight_N) >> 5) + 1, np.uint32)
-    for place in range(len(order_K)):
-        sample = order_K[place]
+    for position in range(len(order_K)):
+        sample = order_K[position]
         bit_N[sample >> 5] |= np.uint32(1) << np.uint32(sample & 31)
     squares, largest = 0.0, 0.0
     for sample in range(len(weight_N)):
@@ -324,19 +315,9 @@ def _scaled(inclusion: Inclusion, goal: float) -> Inclusion:
 def solve(
     scores: Scores, cap: float, smallest_root: float, floor_C: Units, class_N: Classes | None, num_drawn: int
 ) -> Inclusion:
-    """Solves what `unbiased.solve_units` solves.
-
-    Args:
-        scores: Samples that were never seen are certain.
-        cap: Scores above this count as this.
-        smallest_root: Smallest sqrt(score) as a share of the largest, > 0.
-        floor_C: uint32, the smallest units of each class; one number without classes.
-        class_N: Classes 0 … C−1, or None.
-        num_drawn: K.
-
-    Returns:
-        The probabilities, summing to exactly K.
-    """
+    """Solves what `unbiased.solve_units` solves: returns probabilities that sum to exactly K. Scores above ``cap``
+    count as this; ``smallest_root`` is the smallest sqrt(score) as a share of the largest; ``floor_C`` are uint32,
+    the smallest units of each class, one number without classes."""
     classes = np.empty(0, dtype=np.uint16) if class_N is None else class_N
     per_cap = 1 / cap if cap > 0 else 1.0  # else every score that counts is 0
     goal = float(num_drawn) * ONE

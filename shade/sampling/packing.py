@@ -1,21 +1,13 @@
 """Draws documents from several sources in given shares of the tokens, and packs them into sequences of one length.
 
-The documents come in one global order, before ranks are dealt anything, so a sequence is the same for any number of
-ranks: the stream is a function of (seed, shares, lengths), and the unit that ranks share is a packed sequence.
+The documents come in one global order, before ranks are dealt anything: the stream is a function of (seed, shares,
+lengths), and the unit that ranks share is a packed sequence.
 
-*Shares.* Each drawn token gives every source credit for its share, and costs its own source a whole token. The next
-document comes from the source with the most credit, in pieces of at most one sequence. So what was drawn is never more
-than about a sequence away from the shares. Tokens in sequences have a credit of their own, because long pieces wait
-longer than short ones: without it, a source of long documents would lag behind by what waits of it.
-
-*Packing.* A window of drawn pieces waits. A sequence begins with the oldest piece of the source with the most credit,
-and then takes, as long as one fits, the largest that fits (best fit). If more than `SLACK` of it would stay empty, it
-takes a part of such an oldest piece instead. Few documents are cut, and no sequence is filled by less than 1 − `SLACK`.
-Best fit alone leaves gaps that depend on the lengths; cutting alone (all documents end to end) cuts one document a
-sequence. A piece that has waited for as many sequences as the window has places comes first.
-
-Price: some 10 µs a document, in Python, on every rank. Invariants: each token of a source is used once a pass; two
-packers of one state give the same sequences.
+*Shares.* Each drawn token gives every source credit for its share, and costs its own source a whole token; the next
+document comes from the source with the most credit. *Packing.* A window of drawn pieces waits. A sequence begins with
+the oldest piece of the source with the most credit, and then takes the largest that fits, as long as one does (best
+fit). Some 10 µs a document, on every rank. Invariants: each token of a source is used once a pass; two packers of one
+state give the same sequences.
 
 Legend: S sources · L length of a sequence.
 
@@ -36,7 +28,7 @@ from shade.sampling.uniform import shuffled
 from shade.types import Order
 
 UNIT = 1 << 30
-"""All shares together."""
+"""Sum of all shares."""
 SLACK = 0.02
 """Share of a sequence that may stay empty, so that no document is cut."""
 
@@ -56,7 +48,7 @@ class PackedSequence(NamedTuple):
     """The pieces of one sequence: all that a worker needs to read it."""
 
     number: int
-    """Its place in the stream."""
+    """Its position in the stream."""
     pieces: tuple[TokenRange, ...]
 
 
@@ -72,8 +64,10 @@ class SequencePacker:
 
     def __init__(self, length_S: Sequence[npt.NDArray[np.int64]], sequence_length: int, seed: int, window: int) -> None:
         self._length_S, self._sequence_length, self._seed, self._window = length_S, sequence_length, seed, window
-        self._at_S = [[0, 0, 0] for _ in length_S]  # pass, place in its order, tokens drawn of the document there
+        self._at_S = [[0, 0, 0] for _ in length_S]  # pass, position in its order, tokens drawn of the document there
         self._credit_S = [0] * len(length_S)
+        # Tokens in sequences have a credit of their own, because long pieces wait longer than short ones: without it a
+        # source of long documents would lag behind by what waits of it.
         self._packed_credit_S = [0] * len(length_S)
         self._waiting: list[tuple[int, TokenRange]] = []  # the sequence before which it was drawn, and the piece
         self._number = 0
@@ -102,17 +96,17 @@ class SequencePacker:
         while gap > 0:
             while len(self._waiting) < self._window:
                 self._waiting.append((self._number, self._draw(share_S)))
-            place = self._largest(gap) if pieces else self._first()
-            if place is None and gap <= slack:
+            position = self._largest(gap) if pieces else self._first()
+            if position is None and gap <= slack:
                 break
-            cut = place is None
-            place = self._first() if place is None else place
-            drawn, piece = self._waiting[place]
+            cut = position is None
+            position = self._first() if position is None else position
+            drawn, piece = self._waiting[position]
             if cut:
-                self._waiting[place] = drawn, piece._replace(start=piece.start + gap)
+                self._waiting[position] = drawn, piece._replace(start=piece.start + gap)
                 piece = piece._replace(stop=piece.start + gap)
             else:
-                del self._waiting[place]
+                del self._waiting[position]
             pieces.append(piece)
             gap -= piece.stop - piece.start
             _pay(self._packed_credit_S, share_S, piece)
@@ -124,7 +118,9 @@ class SequencePacker:
         if self._number - self._waiting[0][0] >= self._window:
             return 0
         credit_S = self._packed_credit_S
-        return max(range(len(self._waiting)), key=lambda place: (credit_S[self._waiting[place][1].source], -place))
+        return max(
+            range(len(self._waiting)), key=lambda position: (credit_S[self._waiting[position][1].source], -position)
+        )
 
     def _largest(self, gap: int) -> int | None:
         """Returns the largest piece that fits, the oldest of them; None if none does."""
@@ -170,7 +166,7 @@ class SequencePacker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to the place of a `state_dict`."""
+        """Goes to the position of a `state_dict`."""
         self._number = int(state["number"])
         self._at_S = [[int(each) for each in at] for at in state["at"]]
         self._credit_S, self._packed_credit_S = ([int(each) for each in credits] for credits in state["credit"])

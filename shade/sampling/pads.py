@@ -1,25 +1,13 @@
 """Repeats important samples and cached samples: SHADE's PADS as published, with the released code's defects repaired.
 
 **Biased by design.** Samples are drawn with replacement in proportion to importance, and no weight compensates, so
-about 37 % of the data set is missing from an epoch and hard (or mislabelled) samples dominate. In a toy study with 10 %
-wrong labels it lost 2.7 points of accuracy against a plain shuffle, and 9 points with replication 3. It reproduces the
-paper and serves for comparison; `unbiased` reads less and keeps the expected gradient.
+about 37 % of the data set is missing from an epoch and hard (or mislabelled) samples dominate. It reproduces the paper
+and serves for comparison; `unbiased` reads less and keeps the expected gradient.
 
-1. Weights are the scores as they come (the ``rank`` importance gives the paper's ``log(j + 10)``). A sample never
-   seen gets the highest weight of all. The release started it at 1, below everything seen: seldom drawn, so seldom
-   seen.
-2. N draws with replacement: cumulative sums and binary search, so N may exceed the 2**24 of torch.multinomial.
-3. *Aggressive* if the mean change of validation accuracy over the last 3 epochs is positive: draws are listed by how
-   often their sample was drawn, ties at random, and the first quarter of the list replaces its last quarter. *Relaxed*
-   otherwise, and until two accuracies are known: the draws as they are. The release gave every rank the same head of
-   its list, the first N/R, ties by index (which is class order): an epoch had as many repeats of it as ranks. This is
-   between its one rank (no repeat) and its two (half the list, twice), and the same for any number of ranks.
-4. Every draw of a cached sample appears ``replication_factor`` times (at 1.5 a random half of them twice).
-5. All are shuffled together and the first N taken. The release put hits first and cut the misses off, so an epoch
-   could end up all cached; here hits and misses are thinned alike.
-
-The release's loss smoothing is left out: it added about 0.02 to weights of 2.3 and more, and divided by the last loss,
-which may be 0. Ranks share the one list by position (`shards`), so no two take the same draw.
+1. N draws with replacement, in proportion to the scores as they come.
+2. *Aggressive*, if the mean change of validation accuracy over the last 3 epochs is positive: draws are listed by how
+   often their sample was drawn, and the first quarter of the list replaces its last quarter. *Relaxed* otherwise.
+3. Every draw of a cached sample appears ``replication_factor`` times; all are shuffled and the first N taken.
 
 Legend: N data set and length of an epoch.
 """
@@ -97,6 +85,8 @@ class PadsMode(SamplingMode):
         if resident_N is not None and self.replication_factor > 1:
             drawn = self._replicate(epoch, drawn, resident_N)
         generator(self.seed, epoch, Purpose.SHUFFLE).shuffle(drawn)
+        # The release put hits first and cut misses off, so an epoch could end up all cached; here both are thinned
+        # alike.
         order_K = drawn[: self.num_samples].copy()
         return Draw(epoch, order_K, None, self._receipt(order_K))
 
@@ -106,12 +96,14 @@ class PadsMode(SamplingMode):
         if scores is not None and scores.seen_N.any():
             highest = scores.score_N[scores.seen_N].max()
             if highest > 0:
-                # Never seen: the highest weight, so that it is drawn soon.
+                # Never seen: the highest weight, so that it is drawn soon. The release started at 1, below everything
+                # seen: seldom drawn, so seldom seen. Its smoothing by the last loss, which may be 0, is left out.
                 np.copyto(edge_N, np.where(scores.seen_N, scores.score_N, highest))
         np.cumsum(edge_N, out=edge_N)
         point_N = generator(self.seed, epoch, Purpose.DRAW).random(self.num_samples)
         point_N.sort()  # ascending look-ups stay in the CPU's cache
         point_N *= edge_N[-1]
+        # Binary search, so N may exceed the 2**24 of torch.multinomial.
         found = np.searchsorted(edge_N, point_N, side="right").astype(np.int32)
         return np.minimum(found, self.num_samples - 1, out=found)
 
@@ -119,6 +111,8 @@ class PadsMode(SamplingMode):
         """Replaces the least drawn quarter by the most drawn quarter."""
         times_N = np.bincount(drawn, minlength=self.num_samples).astype(np.int32)
         ranked_N = np.arange(self.num_samples, dtype=np.int32)
+        # The release gave every rank the same head of its list, ties by index, which is class order: an epoch had as
+        # many repeats of it as ranks. This is the same for any number of ranks.
         generator(self.seed, epoch, Purpose.TIES).shuffle(ranked_N)
         ranked_N = ranked_N[np.argsort(-times_N[ranked_N], kind="stable")]
         listed = np.repeat(ranked_N, times_N[ranked_N])

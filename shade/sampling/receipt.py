@@ -1,14 +1,11 @@
 """Checks a draw from the outside: from the samples drawn and their weights, nothing else.
 
 The weights 1/pi are right exactly if ``Σ 1/pi over the drawn`` has mean N, so its distance from N, in standard
-deviations, convicts a sampler that draws with other probabilities than it says. The deviation is Hájek's for a
-fixed-size draw, within each class: ``V = Σ (1 − pi)/pi − (Σ (1 − pi))² / Σ pi (1 − pi)``, plus the rounding of each
-class's count to a whole number. It holds within a few per cent for a systematic draw on a random order.
-
-It cannot see weights and probabilities that are wrong in a way that cancels in the sum. The tests compare gradients.
+deviations, convicts a sampler that draws with other probabilities than it says. It cannot see errors that cancel in the
+sum; the tests compare gradients.
 
 References:
-    J. Hájek, "Asymptotic theory of rejective sampling", Ann. Math. Statist. 35 (1964).
+    J. Hájek, "Asymptotic theory of rejective sampling", Ann. Math. Statist. 35 (1964), for the deviation.
 
 Legend: N data set · K drawn in one epoch · C classes.
 """

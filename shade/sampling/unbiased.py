@@ -2,27 +2,9 @@
 
 A sample with score s is drawn with probability ``pi = clip(c·sqrt(s), pi_min, 1)``, without replacement, and its
 gradient counts ``1 / pi`` times. So the expected gradient sum of an epoch is that of the full data set, whatever the
-scores are: stale, noisy or wrong scores cost variance, never bias. Skipped samples are neither read nor computed;
-because the set is known one epoch ahead, the cache can plan for it exactly.
-
-Why this way: sqrt flattens the loss (variance is least for pi in proportion to the gradient's norm, of which the loss
-is a rough and heavy-tailed stand-in); ``pi_min`` bounds the weight at ``1 / pi_min``; scores above their 95th
-percentile count as that percentile, so that a few mislabelled samples do not take the budget of the rest; the first
-``warmup_epochs`` and, if ``epochs`` is known, the last eighth are full, which ends training on the exact objective.
-
-The price: an epoch has ``keep`` as many steps, each with ``1 / keep`` times the expected gradient; a schedule that
-counts steps must take that into account. Variance rises by ``Σ (1/pi − 1)|g|² / N²``.
-
-*Inclusion.* `solve_units` turns scores into probabilities that are whole numbers of ``2**-30``. A float sum of a
-million terms is never exactly K, and a draw from such a sum is sometimes one sample short; a sum of integers is exact,
-so the draw always has K samples, and the gradient weight ``1 / pi`` belongs to the very probability that was used. The
-price is a relative error of 1e-9 in the wanted proportion, which biases nothing.
-
-*Systematic sampling.* `draw_systematic` lays the samples end to end in a random order, each as long as its probability,
-and marks the line at ``start, start + 1, start + 2, …``. No sample is longer than 1, so none is marked twice; the line
-is K long, so K are marked; and a sample is marked with exactly its probability. If the order keeps classes together,
-each class is marked ⌊its length⌋ or ⌈its length⌉ times: a stratified draw for free. The price: neighbours are never
-drawn independently. The order is new each epoch, so no pair is favoured.
+scores are: stale, noisy or wrong scores cost variance, never bias. The first ``warmup_epochs`` and, if ``epochs`` is
+known, the last eighth are full. An epoch has ``keep`` as many steps, each with ``1 / keep`` times the expected
+gradient: a schedule that counts steps must take that into account.
 
 Invariants: Σ pi = K; pi ≥ pi_min; a sample never seen has pi = 1; no duplicates; with ``keep=1.0`` every epoch is that
 of `uniform`, bit for bit.
@@ -124,6 +106,7 @@ class UnbiasedMode(SamplingMode):
         self.draws_ahead = draws_ahead
         self.uses_weights = self.uses_scores = keep < 1.0
         self._warmup_epochs = warmup_epochs
+        # The last epochs are full, so that training ends on the exact objective.
         self._tail_from = math.inf if epochs is None else epochs - math.ceil(epochs * FULL_TAIL_FRACTION)
         self._class_N = None if targets_N is None else _as_classes(targets_N, num_samples)
         self._num_wanted = budget(num_samples, global_batch, keep)
@@ -205,9 +188,12 @@ def _roots(scores: Scores) -> Floats:
     root_N = np.where(scores.seen_N, scores.score_N, np.float32(0))
     seen = scores.score_N[scores.seen_N]
     if len(seen):
+        # A few mislabelled samples with huge losses would take the budget of all others.
         at = int(NOISE_CAP * (len(seen) - 1))
         seen.partition(at)
         np.minimum(root_N, seen[at], out=root_N)
+    # Variance is least for pi in proportion to the gradient's norm, of which the loss is a heavy-tailed stand-in;
+    # the root flattens it.
     np.sqrt(root_N, out=root_N)
     largest = root_N.max()
     if largest > 0:
@@ -258,6 +244,8 @@ def solve_units(root_N: Floats, floor_N: Units, num_drawn: int) -> Units:
     Returns:
         uint32 (N,), summing to exactly ``K * ONE``.
     """
+    # Whole numbers of 2**-30: a float sum of a million terms is never exactly K, and a draw from it is sometimes one
+    # sample short. So 1 / pi belongs to the very probability that was used; the proportions are off by 1e-9.
     units_N = _rounded_units(root_N, floor_N, float(num_drawn) * ONE)
     _hand_out(units_N, floor_N, num_drawn * ONE - int(units_N.sum(dtype=np.int64)))
     return units_N
@@ -310,9 +298,13 @@ def draw_systematic(units_N: Units, seed: int, epoch: int, class_N: Classes | No
         int32 (K,), distinct, in the order of the line: shuffle before use.
     """
     line_N: Order = np.arange(len(units_N), dtype=np.int32)
+    # A new order each epoch: neighbours on the line are never drawn independently, and no pair is to be favoured.
     generator(seed, epoch, Purpose.ARRANGE).shuffle(line_N)
     if class_N is not None:
+        # With classes together, each is marked ⌊its length⌋ or ⌈its length⌉ times: a stratified draw for free.
         line_N = _classes_together(line_N, class_N, seed, epoch)
+    # Samples lie end to end, each as long as its probability; marks lie at start, start + 1, … No sample is longer
+    # than 1, so none is marked twice, and the line is K long, so K are marked.
     start = int(generator(seed, epoch, Purpose.START).integers(ONE))
     marks_N = np.cumsum(units_N[line_N], dtype=np.int64)
     # Counts the marks before the end of each sample without a float.
@@ -329,5 +321,5 @@ def _classes_together(line_N: Order, class_N: Classes, seed: int, epoch: int) ->
     num_classes = int(class_N.max()) + 1
     place_C = generator(seed, epoch, Purpose.TIES).permutation(num_classes)
     narrow = np.uint16 if num_classes <= 2**16 else np.uint32  # numpy sorts 16 bits by radix: five times faster
-    place_N = place_C.astype(narrow)[class_N[line_N]]
-    return line_N[np.argsort(place_N, kind="stable")]
+    position_N = place_C.astype(narrow)[class_N[line_N]]
+    return line_N[np.argsort(position_N, kind="stable")]

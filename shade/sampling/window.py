@@ -1,28 +1,12 @@
 """Orders an epoch so that neighbours in the data set come near each other: samples of one block within one window.
 
-In a globally random order the samples of a block, which one request reads, are spread over the whole epoch. So a loader
-must keep all blocks, or read one sample at a time. Here the blocks come in a random sequence, laid end to end, and each
-sample is shifted by a random distance below the window::
+The blocks come in a random sequence, laid end to end, and each sample is shifted by a random distance below the window;
+the samples are taken in that order. So at any position the samples of about window / (samples of a block) blocks are
+mixed, and a block is read once. Which samples an epoch draws and what they weigh is not touched: what is unbiased stays
+so. Where neighbours are alike (sorted by class, cut from one video), batches vary more than in a global order.
 
-    place of a sample = where its block begins in the sequence + a random number in [0, window)
-
-and the samples are taken in the order of their places. A block's samples are spread over a window, and at any place the
-samples of about window / (samples of a block) blocks are mixed. At both ends of the epoch fewer blocks are: the first m
-samples come from about sqrt(2 · m · window) / (samples of a block) blocks.
-
-Which samples an epoch draws and what they weigh is not touched, so what is unbiased stays so. What changes is which
-samples meet in a batch. Where neighbours of a shard are alike (sorted by class, cut from one video), batches vary more
-than in a global order, by as much as the window holds less than the data set.
-
-Why a shift, and not groups of blocks that are shuffled one after the other: at the border of two groups all blocks of
-the next one are wanted at once. Here one block more is wanted with every block that is used up, so a link is used
-evenly, and the first batch waits for a few blocks.
-
-Invariants: the result has the same samples as the order that is given, repeats included; it depends on nothing but that
-set, the blocks, the window and the generator.
-
-References:
-    MosaicML Streaming's ``py1e``, which shifts shards in this way.
+Invariants: the result has the samples of the given order, repeats included; it depends on nothing but that set, the
+blocks, the window and the generator. MosaicML Streaming's ``py1e`` shifts in this way. Decision 0045.
 
 Legend: K drawn in an epoch · D blocks.
 """
@@ -47,7 +31,7 @@ def windowed(order_K: Order, first_D: Indices, window: int, random: np.random.Ge
     Args:
         order_K: The samples that were drawn, in any order.
         first_D: int64 (D,), the first sample of each block, ascending, from 0.
-        window: Over how many places the samples of a block are spread, ≥ 1.
+        window: Over how many positions the samples of a block are spread, ≥ 1.
         random: Gives the sequence of the blocks and the shifts.
 
     Returns:
@@ -55,28 +39,30 @@ def windowed(order_K: Order, first_D: Indices, window: int, random: np.random.Ge
     """
     drawn_K = np.sort(order_K)
     bound = np.append(np.searchsorted(drawn_K, first_D.astype(drawn_K.dtype)), len(drawn_K))
+    # A shift of each sample, not groups of blocks shuffled one after the other: at the border of two groups all blocks
+    # of the next one would be wanted at once. Here one block more is wanted with every block that is used up.
     sequence_D = random.permutation(len(first_D))
     length_D = np.diff(bound)[sequence_D]
     begin_D = np.cumsum(length_D) - length_D
     windowed_K = np.empty_like(order_K)
-    mask = random.integers(1 << 31, dtype=np.uint64)  # so that of samples in one place not always the lower is first
-    places = np.empty(0, dtype=np.uint64)
+    mask = random.integers(1 << 31, dtype=np.uint64)  # so that of samples in one position not always the lower is first
+    positions = np.empty(0, dtype=np.uint64)
     num_done = at = 0
     while at < len(sequence_D):
         stop = max(at + 1, int(np.searchsorted(begin_D, begin_D[at] + PART)))
         lengths, begins = length_D[at:stop], begin_D[at:stop]
         total = int(lengths.sum())
         found = drawn_K[np.arange(total) + np.repeat(bound[sequence_D[at:stop]] - (begins - begins[0]), lengths)]
-        place = random.integers(window, size=total, dtype=np.uint32) + np.repeat(begins, lengths)
-        places = np.concatenate([places, place.astype(np.uint64) << 32 | found.astype(np.uint64) ^ mask])
-        places.sort()
+        position = random.integers(window, size=total, dtype=np.uint32) + np.repeat(begins, lengths)
+        positions = np.concatenate([positions, position.astype(np.uint64) << 32 | found.astype(np.uint64) ^ mask])
+        positions.sort()
         at = stop
-        # Samples of later blocks have no place before this one.
+        # Samples of later blocks have no position before this one.
         is_last = at == len(sequence_D)
-        num_ready = len(places) if is_last else int(np.searchsorted(places, np.uint64(begin_D[at]) << 32))
-        windowed_K[num_done : num_done + num_ready] = places[:num_ready] & 0xFFFFFFFF ^ mask
+        num_ready = len(positions) if is_last else int(np.searchsorted(positions, np.uint64(begin_D[at]) << 32))
+        windowed_K[num_done : num_done + num_ready] = positions[:num_ready] & 0xFFFFFFFF ^ mask
         num_done += num_ready
-        places = places[num_ready:]
+        positions = positions[num_ready:]
     return windowed_K
 
 
@@ -86,32 +72,32 @@ class BlockUses(NamedTuple):
     sequence: Indices
     """The blocks that are used, by their first use."""
     first_D: npt.NDArray[np.int64]
-    """The place in the order of each block's first use; K for one that is not used."""
+    """The position in the order of each block's first use; K for one that is not used."""
     last_D: npt.NDArray[np.int64]
-    """The place of its last use; -1 for one that is not used."""
+    """The position of its last use; -1 for one that is not used."""
 
 
 def block_uses(order_K: Order, first_D: Indices, start: int = 0) -> BlockUses:
-    """Returns when the blocks of an order are used from a place on.
+    """Returns when the blocks of an order are used from a position on.
 
     Args:
         order_K: Sample indices.
         first_D: int64 (D,), the first sample of each block, ascending, from 0.
-        start: The place in the order from which uses count.
+        start: The position in the order from which uses count.
 
     Returns:
-        Places count from the order's own begin.
+        Positions count from the order's own begin.
     """
-    num_places = len(order_K)
+    num_positions = len(order_K)
     num_samples = int(order_K.max(initial=-1)) + 1
     block_N = np.repeat(np.arange(len(first_D), dtype=np.int32), np.diff(first_D, append=max(num_samples, first_D[-1])))
-    first_use_D = np.full(len(first_D), num_places, dtype=np.int64)
+    first_use_D = np.full(len(first_D), num_positions, dtype=np.int64)
     last_use_D = np.full(len(first_D), -1, dtype=np.int64)
-    for part in reversed(list(parts(num_places - start))):
+    for part in reversed(list(parts(num_positions - start))):
         block = block_N[order_K[start:][part]]
-        place = start + part.start + np.arange(len(block))
-        first_use_D[block[::-1]] = place[::-1]  # of several, the last that is assigned stays
+        position = start + part.start + np.arange(len(block))
+        first_use_D[block[::-1]] = position[::-1]  # of several, the last that is assigned stays
         is_new = last_use_D[block] < 0
-        last_use_D[block[is_new]] = place[is_new]
+        last_use_D[block[is_new]] = position[is_new]
     sequence = np.argsort(first_use_D, kind="stable")[: int((last_use_D >= 0).sum())]
     return BlockUses(sequence, first_use_D, last_use_D)

@@ -179,11 +179,11 @@ def failure(expected: str, error: BaseException, cure: str, shown: str = "") -> 
 
 
 _CURES: Final = {
-    errno.EACCES: "give this user the right to write there, or choose another place",
-    errno.EPERM: "give this user the right to write there, or choose another place",
-    errno.EROFS: "mount it writable, or choose another place",
-    errno.ENOTDIR: "a file is where a folder should be: move it away, or choose another place",
-    errno.EEXIST: "a file is where a folder should be: move it away, or choose another place",
+    errno.EACCES: "give this user the right to write there, or choose another folder",
+    errno.EPERM: "give this user the right to write there, or choose another folder",
+    errno.EROFS: "mount it writable, or choose another folder",
+    errno.ENOTDIR: "a file is where a folder should be: move it away, or choose another folder",
+    errno.EEXIST: "a file is where a folder should be: move it away, or choose another folder",
     errno.EISDIR: "a folder is where the file should be: move it away, or choose another name",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ENOENT: "see whether it was removed or unmounted",

@@ -1,24 +1,15 @@
 """A folder of a file system as a `Volume`, with the file operations that it asks of the system.
 
 A name is committed by five calls: `FileOperations.create` under a name that no caller reads, `NewFile.write`,
-`NewFile.sync`, `FileOperations.rename` over the final name, `FileOperations.sync_directory` up to the root. These calls
-alone decide what survives a crash, so a simulated disk that implements them (and drops, tears and reorders whatever was
-not synced) tests the real volume. They assume of a file system only this:
+`NewFile.sync`, `FileOperations.rename` over the final name, `FileOperations.sync_directory` up to the root. They assume
+of a file system only this, which a simulated disk in the tests gives and nothing more:
 
 1. What was written to a file is there after its `sync` has returned.
 2. `rename` is atomic: the name means the old file or the new one, after a crash too.
 3. Creations, renames and removals in a folder are there after `sync_directory` of that folder has returned.
 
-A crash leaves the old content or the new one under the name, and perhaps a file that `sweep` recognises. Price: one
-fsync of the file and one of each folder up to the root, 0.3 ms each on an otherwise idle disk.
-
-`DirectFile` bypasses the page cache, since a shard is written once and not read again soon. Through the page cache the
-kernel copies its bytes, evicts cached training data, and takes 0.3 processor seconds a gigabyte from the training; with
-``O_DIRECT`` the disk fetches them from the caller's memory for a tenth of that (decision 0009). ``O_DIRECT``
-wants addresses, offsets and lengths that are multiples of 4096: long parts that comply are written from where they lie,
-others are gathered in an aligned buffer, at the price of one copy. The ragged end, and small files, go through the page
-cache; so does everything if the file system refuses ``O_DIRECT``, each piece flushed as soon as it is written.
-`OSFileOperations.read_directly` reads by the same rules, for a shard that one process reads.
+`DirectFile` bypasses the page cache, since a shard is written once and not read again soon; decision 0009 has what that
+saves. `OSFileOperations.read_directly` reads by the same rules, for a shard that one process reads.
 """
 
 from __future__ import annotations

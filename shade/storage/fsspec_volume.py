@@ -1,13 +1,9 @@
 """Whatever fsspec reaches as a `Volume`: ``s3://``, ``gs://``, ``abfs://``, ``hdfs://``, ``sftp://``, ``memory://`` …
 
-A name appears complete in one of two ways. An object store shows an object when its upload is completed, so the upload
-is held open and completed last. Everything else gets an unfinished name, and a rename. Where the rename refuses to
-overwrite (HDFS), the old file is deleted just before, and a crash in that moment leaves neither; `shade` never
-overwrites a name that matters. The service decides how durable a completed object is.
-
-Login, region and endpoint come from where fsspec and the service's library look for them: its configuration files, and
-variables such as ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``FSSPEC_S3_ENDPOINT_URL``. Messages show a URL
-as `shown_url` does.
+An object store shows an object when its upload is completed, so the upload is held open and completed last. Everything
+else gets an unfinished name, and a rename. The service decides how durable a completed object is. Login, region and
+endpoint come from where fsspec and the service's library look for them: its configuration files, and variables such as
+``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``FSSPEC_S3_ENDPOINT_URL``. Messages show a URL as `shown_url` does.
 """
 
 from __future__ import annotations

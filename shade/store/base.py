@@ -21,7 +21,7 @@ from shade.registry import Registry
 from shade.types import Bytes
 
 READY_SECONDS: Final = 5.0
-"""For so long `Store.wait_ready` asks a silent server again."""
+"""How long `Store.wait_ready` asks a silent server again."""
 
 
 @dataclass(frozen=True)

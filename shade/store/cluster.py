@@ -1,23 +1,9 @@
 """Keeps bytes in a Redis Cluster: each key on the node that owns its slot, all nodes asked at the same time.
 
-Any node sends the slot map, which says who owns what. It is read again when a node says MOVED, or fails, at most once a
-second: while a cluster is being repaired its map changes often, and asking costs a round trip.
-
-A node that fails, or is much slower than the others, is left out for a while (`NodeHealth`); its keys are misses
-meanwhile. When *every* node would be left out all are tried, so that the outage of the whole cluster is reported, and
-its end noticed at once.
-
-With ``?sockets=/run/shade`` a node on this machine is reached over its unix socket, if that directory holds one named
-after its address (``10.0.0.1:7000.sock``): the same URL serves all machines, and each has its own node nearby.
-
-Stories a reader may ask about:
-
-1. *A slot moves while we write.* The old owner says MOVED (or ASK, half-way); the command is repeated where it points,
-   up to three times, then counts as unanswered.
-2. *A primary dies, a replica takes over.* Until the others agree (cluster-node-timeout) its keys are misses; the next
-   map names the new primary.
-3. *A primary dies, no replica takes over.* The others still answer: servers for a cache run with
-   ``cluster-require-full-coverage no`` (see redis.conf).
+Any node sends the slot map, which says who owns what. A node that fails, or is much slower than the others, is left out
+for a while (`NodeHealth`); its keys are misses meanwhile. With ``?sockets=/run/shade`` a node on this machine is
+reached over its unix socket, if that directory holds one named after its address (``10.0.0.1:7000.sock``): the same URL
+serves all machines, and each has its own node nearby.
 
 Invariant: a key is only ever asked of the node that the cluster says owns it, so no stale copy is read after a move.
 """
@@ -102,8 +88,8 @@ class ClusterMember:
         """Parses the reply to ``CLUSTER NODES``, a line a node; an empty host means the node that was asked."""
         members = []
         for line in text.splitlines():
-            name, place, flags, primary, _, _, _, _, *slots = line.split()
-            host, _, port = place.partition("@")[0].rpartition(":")
+            name, endpoint, flags, primary, _, _, _, _, *slots = line.split()
+            host, _, port = endpoint.partition("@")[0].rpartition(":")
             address = host or asked_host, int(port)
             members.append(cls(name, address, frozenset(flags.split(",")), primary, bool(slots)))
         return members
@@ -161,8 +147,8 @@ class ClusterStore(RemoteStore):
                 break
             also_served, work, asking = self._ask(work, asking, commands, outcomes)
             served |= also_served
-        for places in work.values():  # sent from one to another and back: a move that is not finished
-            for position in places:
+        for positions in work.values():  # sent from one to another and back: a move that is not finished
+            for position in positions:
                 outcomes[position] = silent
         if commands and not served:
             self._check_another_serves()
@@ -183,12 +169,12 @@ class ClusterStore(RemoteStore):
             Whether any node served a command; and the redirected commands: work and asking of the next round trip.
         """
         parts = []
-        for address, places in work.items():
-            batch = [commands[position] for position in places]
+        for address, positions in work.items():
+            batch = [commands[position] for position in positions]
             if asking:
                 batch = [
                     word
-                    for position in places
+                    for position in positions
                     for word in (*(_ASKING if position in asking else ()), commands[position])
                 ]
             parts.append((self._node(address), batch))
@@ -196,17 +182,17 @@ class ClusterStore(RemoteStore):
         elsewhere: dict[Address, list[int]] = {}
         moving: set[int] = set()
         seconds: dict[Address, float] = {}
-        for (address, places), (node, batch), answer in zip(work.items(), parts, exchange(parts), strict=True):
+        for (address, positions), (node, batch), answer in zip(work.items(), parts, exchange(parts), strict=True):
             if isinstance(answer, StoreUnavailableError):
                 self._health.failed(address)
-                for position in places:
+                for position in positions:
                     outcomes[position] = answer
                 continue
             seconds[address] = node.took_seconds
-            if len(batch) > len(places):
+            if len(batch) > len(positions):
                 # The replies to ASKING are dropped, so that positions match commands again.
                 answer = [reply for reply, words in zip(answer, batch, strict=True) if words is not _ASKING[0]]
-            for position, outcome in zip(places, answer, strict=True):
+            for position, outcome in zip(positions, answer, strict=True):
                 outcomes[position] = outcome
                 if type(outcome) is ServerError:
                     if outcome.code in _REDIRECTIONS:

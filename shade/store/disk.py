@@ -1,32 +1,16 @@
 """Keeps bytes in a folder of a local disk. They survive the job: the next one, and jobs beside it, find them there.
 
-Files, whose names begin with the format version and a generation:
+Files, whose names begin with the format version and a generation: ``1-0.entries`` has the values, each in whole units
+of 512 bytes. ``1-0.index`` is a SQLite database: for each key the length, the checksum and the extents of its value,
+the gaps in ``entries``, and the bytes in use. ``1.users`` is locked (shared) by every process that has the folder open,
+``1.<namespace>.job`` by those that use the entries of one data set; entries that no process uses make room.
 
-* ``1-0.entries`` has the values. A value takes whole units of 512 bytes, in one piece if there is a gap or room at the
-  end, else in several.
-* ``1-0.index`` is a SQLite database: for each key the length, the checksum and the places of its value (short values
-  lie in the row itself), the gaps in ``entries``, and the bytes in use.
-* ``1.users`` is locked (shared) by every process that has the folder open, and ``1.<namespace>.job`` by those that use
-  the entries of one data set. Entries of data sets that no process uses make room for one that needs it.
-
-SQLite does what is hard: several processes, a transaction a batch, and a rollback after a crash at any write. Values
-are not in it, because a value in an overflow chain of pages is written twice and read piece by piece. They are read
-with ``pread`` and not through a mapping: a read error of the disk is an error here and not a signal that ends the
-training, and the kernel reads a whole value at once (decision 0039).
-
-The index may be newer or older than the values: after a power failure, a flipped bit, or when a value's place was given
-to another one between a look-up and the read. So each value is checked with xxh3, seeded with its key. What fails is
-looked up once more, and then removed and missing. A damaged index is given up: the next generation begins empty, and
-processes that have the old files open notice that they are unlinked. Another format version uses other names, so a job
-of either version never reads the other's files; the newer one removes the older one's when no process has them open.
-
-Races: 1. *A reads the place of a value, B deletes it, C writes there.* A's checksum fails, and its second look-up finds
-no row. 2. *A process is killed between a write and its commit.* The place is still a gap; an overwritten value may be
-gone, and fails its checksum. 3. *Two processes find the index damaged.* They take turns at a lock; the second finds a
-generation that is newer than its own. 4. *The folder is deleted.* The next call makes it again.
+The index may be newer or older than the values: after a power failure, a flipped bit, or when an extent was given to
+another value between a look-up and the read. So each value is checked with xxh3, seeded with its key. A damaged index
+is given up: the next generation begins empty.
 
 Invariant: a value that is returned is byte for byte one that was written to that key; the values and their rows take at
-most the capacity, the write-ahead log (some 4 MB) aside.
+most the capacity, the write-ahead log (some 4 MB) aside. Decision 0039 has the races and the measurements.
 """
 
 from __future__ import annotations
@@ -121,6 +105,7 @@ class DiskStore(Store):
 
     def _files(self) -> DiskFiles:
         """Returns this process's files; opens them if they are not open, or were unlinked meanwhile."""
+        # SQLite's connections and locks must not cross a fork.
         process = os.getpid()
         if process != self._opener:  # a child: its parent's threads, and what they hold, are not here
             self._opening, self._opener = threading.Lock(), process
@@ -282,6 +267,7 @@ class DiskStore(Store):
             self._entered.append(held)
             others = [os.path.join(self._folder, name) for name in os.listdir(self._folder) if name.endswith(JOB)]
             others = sorted((path for path in others if path != own), key=lambda path: os.stat(path).st_mtime)
+        # Those of the job that came longest ago make room first.
         for path in others:
             if self.stats().used_bytes + wanted_bytes - self._bytes_of(namespace) <= self._max_bytes:
                 return

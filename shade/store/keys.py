@@ -5,14 +5,9 @@
     shade:<namespace>:{<tag>}<index>         shade:9f2c41d07ab3e655:{k1x}48213
                       ─┬───                   the hash tag alone decides the slot, hence the node
 
-The namespace (the data set's fingerprint) keeps two data sets apart on one server. The tag is one of ``num_buckets``;
-each is *chosen* so that its slot (CRC16 of the tag, modulo 16384) falls into its own equal part of the slot space. A
-cluster that splits the slots evenly, as they all do, then holds the same number of buckets on each node, ± 1. With 1024
-arbitrary tags the fullest of 8 nodes is 5 % above its share, and the fullest node decides what fits. Neighbouring
-indices go to far-apart buckets (a golden-ratio stride), so a small data set spreads as well.
-
-4096 buckets keep shares even within 1 % up to 40 nodes; the table of prefixes costs 0.4 MB a process. Invariant:
-``index_of(key(i)) == i``, and every key starts with ``prefix``.
+The namespace is the data set's fingerprint. The tag is one of ``num_buckets``, each *chosen* so that its slot falls
+into its own equal part of the slot space: a cluster that splits the slots evenly holds the same number of buckets on
+each node, ± 1. Invariant: ``index_of(key(i)) == i``, and every key starts with ``prefix``.
 """
 
 from __future__ import annotations

@@ -1,22 +1,12 @@
 """Holds one connection to one Redis server: sends a batch, reads its replies.
 
 redis-py makes the connection: socket, TLS, login. The batch is our own: hiredis packs and parses it without a layer
-between. An error reply is a value in its place, so the batch is read to its end. `Link.advance` takes replies as they
-arrive, so one thread can listen to many servers. The socket's timeout is a *progress* timeout: it bounds each wait for
-the next bytes and not a whole transfer, so a large batch over a slow network does not fail, while a stalled server is
-detected after ``timeout_seconds``. The kernel keeps it (SO_SNDTIMEO and SO_RCVTIMEO, socket(7)), except with TLS:
-Python's own timeout returns to the interpreter twice for each 200 KB that fit into a socket, and each return waits
-while another thread computes in it. There are no retries: a connection that broke is closed, and the next batch opens
-another. Decisions 0002 and 0025 have the price of the libraries and of the timeout.
+between. `Link.advance` takes replies as they arrive, so one thread can listen to many servers. The socket's timeout is
+a *progress* timeout: it bounds each wait for the next bytes and not a whole transfer. There are no retries: a
+connection that broke is closed, and the next batch opens another. The system resolves names, with its own timeout.
 
-A value in memory that maps a file (a checkpoint's buffer) goes to a unix socket by sendfile(2): the server receives it
-from the file's pages, and the sender copies nothing. So such a value must not change before the reply has come. On TCP
-the same call saved nothing. Decision 0052 has the measurements.
-
-A failure closes the connection first and raises an exception with the address: half a reply left in it would answer the
-next caller's question. Invariant: an open link has no reply outstanding between two batches.
-
-The system resolves names, with its own timeout; use addresses where that matters.
+Invariant: an open link has no reply outstanding between two batches. Decisions 0002, 0025 and 0052 have the price of
+the libraries, of the timeout and of sendfile(2).
 """
 
 from __future__ import annotations
@@ -43,7 +33,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from shade.errors import ConfigError, StoreAuthError, StoreTimeoutError, StoreUnavailableError
-from shade.process import place_in_file
+from shade.process import position_in_file
 from shade.store.url import StoreURL, format_address
 from shade.store.wire import Command, GetInto, Reply, ServerError
 from shade.types import Bytes
@@ -55,19 +45,21 @@ _SEND_ALONE_BYTES: Final = 6000
 _SEND_SLICE_BYTES: Final = 1 << 18
 """With TLS. `socket.sendall` applies its timeout to the whole buffer; slices make it a progress timeout again."""
 _UNIX_SEND_BYTES: Final = 1 << 20
-"""A unix socket takes so much before its sender waits. By default it is a fifth, and each wait ends with a switch of
-threads. The system may allow less. TCP chooses by itself."""
+"""Send buffer of a unix socket. The default is a fifth of it, and whenever it is full the sender waits and threads
+are switched. The system may allow less; TCP chooses by itself."""
 _WITHOUT_SENDFILE: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _MOST_SHORT_WORDS: Final = 2
-"""A verb and a key: hiredis packs these in a quarter of redis-py's time, but would copy a large value."""
+"""Words of the commands that hiredis packs: a verb and a key. It takes a quarter of redis-py's time for these, but
+would copy a large value."""
 
 _SHORTEST_LINE_BYTES: Final = 4
-"""``$5`` and the line end: this much can be read before the length is known."""
+"""Length of the shortest header of a value, ``$5`` and the line end: this much can be read before the length is
+known."""
 _LOGIN_BYTES: Final = 4096
-"""redis-py reads a few replies at login and none after it."""
+"""Bytes that redis-py reads at once: a few replies at login, and none after it."""
 _UNFINISHED: Final = object()
 _hiredis: Any = hiredis
-"""Its own stubs know fewer kinds of bytes, and of errors, than it accepts."""
+"""hiredis without its stubs, which know fewer kinds of bytes, and of errors, than it accepts."""
 
 
 class _RawErrorParser(DefaultParser):  # type: ignore[misc]
@@ -137,17 +129,17 @@ class Endpoint:
     def connection(self, timeout_seconds: float) -> Any:
         """Makes redis-py's connection, not yet connected, with a bound of each wait; the caller disconnects it."""
         kind: Callable[..., Any] = Connection
-        place: dict[str, Any] = {"host": self.host, "port": self.port, "socket_keepalive": True}
+        options: dict[str, Any] = {"host": self.host, "port": self.port, "socket_keepalive": True}
         if self.path:
-            kind, place = UnixDomainSocketConnection, {"path": self.path}
+            kind, options = UnixDomainSocketConnection, {"path": self.path}
         elif self.encrypted:
             kind = SSLConnection
-            place |= {"ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key}
-            place["ssl_check_hostname"] = True
+            options |= {"ssl_ca_certs": self.ca, "ssl_certfile": self.cert, "ssl_keyfile": self.key}
+            options["ssl_check_hostname"] = True
         if self.credentials is not None:
-            place["credential_provider"] = credential_provider(self.credentials)
+            options["credential_provider"] = credential_provider(self.credentials)
         return kind(
-            **place,
+            **options,
             db=self.database,
             username=self.username,
             password=self.password,
@@ -363,10 +355,10 @@ class Link:
 
     def _send_from_file(self, piece: Bytes) -> int:
         """Sends a piece that lies in a file, without a copy; returns how many bytes, 0 for any other piece."""
-        place, sent = place_in_file(piece), 0
-        if place is None:
+        region, sent = position_in_file(piece), 0
+        if region is None:
             return 0
-        descriptor, start = place
+        descriptor, start = region
         while sent < len(piece):
             try:
                 count = os.sendfile(self._socket.fileno(), descriptor, start + sent, len(piece) - sent)

@@ -1,21 +1,13 @@
 """One server as a client sees it: its idle connections, a conversation with many servers at once, and its health.
 
-A connection belongs to one process and to one batch at a time. A batch takes an idle connection (the one used last) or
-opens a new one, and gives it back when every reply is read. So threads never share a connection, and a child after fork
-never continues its parent's conversation: it sees another process id and closes what it inherited.
+A connection belongs to one process and to one batch at a time: threads never share one, and a child after fork never
+continues its parent's conversation. `exchange` writes to every server first and then reads from whichever has bytes
+ready: a slow server delays no other, and several silent ones cost one timeout together, all without threads.
 
-`exchange` writes to every server first and then reads from whichever has bytes ready. Servers and networks work at the
-same time, a slow server delays no other, and several silent ones cost one timeout together, all without threads. The
-price: the replies are copied serially, which the one thread that wants them would do anyway.
-
-A server on this machine may have a unix socket beside its port. The socket is tried first, then the port.
-
-`NodeHealth` is a circuit breaker for each node of a cluster. A failed node would cost every batch a timeout; a slow one
-holds up replies that the others sent long ago. Both are left out for a pause of 2, then 4, then 8 seconds, after which
-one batch tries them again. A node that stays dead costs 3 % of a caller's time (0.25 s in 8), and a repaired one is in
-use 8 s later at most. *Slow* means: more than `SLOW_SECONDS` and more than `SLOW_FACTOR` times the median of the same
-round, twice in a row. If most nodes are slow, none is left out: the network or this machine is at fault, and the
-caller decides. Invariant: a node that answered in time is never left out.
+`NodeHealth` is a circuit breaker for each node of a cluster: one that failed, or is slow, is left out for a pause of 2,
+then 4, then 8 seconds. *Slow* means: more than `SLOW_SECONDS` and more than `SLOW_FACTOR` times the median of the same
+round, twice in a row. If most nodes are slow, none is left out. Invariant: a node that answered in time is never left
+out.
 """
 
 from __future__ import annotations

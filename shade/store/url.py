@@ -91,8 +91,8 @@ class StoreURL:
             raise ConfigError.of("a store URL", shown, "write one such as redis://host:6379 or local://")
         STORES.get(scheme)
         # Not `urlsplit`: it takes one host, and refuses a list of them that ends in an IPv6 address.
-        place, _, query = rest.partition("?")
-        netloc, slash, path = place.partition("/")
+        authority, _, query = rest.partition("?")
+        netloc, slash, path = authority.partition("/")
         path = slash + path
         # The last "@": a password may hold one.
         login, _, hosts = netloc.rpartition("@")

@@ -135,7 +135,7 @@ def crash(checkpointer: Checkpointer) -> None:
 
 @pytest.mark.redis
 @different_in("codec", "streams", "in_flight", among=EXACT)
-@pytest.mark.parametrize("where", ["storage", "cluster memory", "own memory"])
+@pytest.mark.parametrize("where", ["storage", "cluster memory", "shared memory"])
 def test_a_run_goes_on_as_if_it_had_never_ended(
     begin: Callable[..., Checkpointer], request: pytest.FixtureRequest, where: str, strategy: str
 ) -> None:

@@ -203,11 +203,11 @@ def test_a_rank_is_killed_at_random_moments(
     (told, *_) = check(job, num_kills + 1)
     assert half_written(job) == []
     for step, _, tiers in told.restored:
-        assert not step or set(tiers.split(",")) <= {"own-memory", "storage"}
+        assert not step or set(tiers.split(",")) <= {"shared-memory", "storage"}
     assert told.restored[-1][0] > 0
 
 
-def test_own_memory_alone_brings_a_killed_rank_back(make: Callable[..., Job]) -> None:
+def test_shared_memory_alone_brings_a_killed_rank_back(make: Callable[..., Job]) -> None:
     job = make(persist=None)
     for _ in range(2):
         ranks = Ranks(job)
@@ -215,7 +215,7 @@ def test_own_memory_alone_brings_a_killed_rank_back(make: Callable[..., Job]) ->
         ranks.kill()
     Ranks(job).finish()
     (told,) = check(job, 3)
-    assert all(tiers == "own-memory" for step, _, tiers in told.restored if step)
+    assert all(tiers == "shared-memory" for step, _, tiers in told.restored if step)
 
 
 SOME_KILLS = pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def storage(tmp_path: Path) -> Patient:
 
 
 @pytest.fixture
-def own_memory(tmp_path_factory: pytest.TempPathFactory) -> Patient:
+def shared_memory(tmp_path_factory: pytest.TempPathFactory) -> Patient:
     tmp_path = tmp_path_factory.mktemp("own")
     stages = [SharedMemoryTier(RUN, rank, num_buffers=2, folder=tmp_path) for rank in range(NUM_RANKS)]
     for one in SAVES:
@@ -186,7 +186,7 @@ NUM_TIMES = [170, pytest.param(3400, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("num_times", NUM_TIMES)
-@pytest.mark.parametrize("tier", ["own_memory", "memory", "storage"])
+@pytest.mark.parametrize("tier", ["shared_memory", "memory", "storage"])
 def test_nothing_wrong_is_ever_loaded(tier: str, num_times: int, request: pytest.FixtureRequest) -> None:
     outcomes = suffer(request.getfixturevalue(tier), num_times, seed=num_times)
     assert sum(outcomes.values()) == num_times
@@ -194,20 +194,20 @@ def test_nothing_wrong_is_ever_loaded(tier: str, num_times: int, request: pytest
     assert outcomes["older"] > num_times / 10
 
 
-def test_what_one_tier_has_lost_comes_from_another(own_memory: Patient, storage: Patient) -> None:
+def test_what_one_tier_has_lost_comes_from_another(shared_memory: Patient, storage: Patient) -> None:
     dice = random.Random(0)
     for _ in range(60):
-        name = dice.choice(own_memory.pieces())
-        content = own_memory.read(name)
-        own_memory.write(name, damage(content, dice, own_memory.num_bytes))
-        found = read_newest(Reader([own_memory.open(), storage.open()]), SingleProcessGroup())
+        name = dice.choice(shared_memory.pieces())
+        content = shared_memory.read(name)
+        shared_memory.write(name, damage(content, dice, shared_memory.num_bytes))
+        found = read_newest(Reader([shared_memory.open(), storage.open()]), SingleProcessGroup())
         assert found is not None
         assert found.record.sequence == 2
         assert {key: tensor.numpy().tobytes() for key, tensor in found.tensors.items()} == SAVES[1].tensors
-        own_memory.write(name, content)
+        shared_memory.write(name, content)
 
 
-@pytest.mark.parametrize("tier", ["own_memory", "memory", "storage"])
+@pytest.mark.parametrize("tier", ["shared_memory", "memory", "storage"])
 def test_with_every_record_rotten_it_does_not_start_from_nothing(tier: str, request: pytest.FixtureRequest) -> None:
     patient: Patient = request.getfixturevalue(tier)
     records = [name for name in patient.pieces() if "commit" in name]

@@ -1,4 +1,4 @@
-"""A machine with next to no shared memory, as a container by default: saves go on, own memory alone is missing."""
+"""A machine with next to no shared memory, as a container by default: saves go on, and that tier alone is missing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_saves_reach_storage_and_it_is_said_once(
             assert checkpointer.wait_committed() == "storage"
         assert {tuple(snapshot.tiers) for snapshot in checkpointer.list()} == {("storage",)}
     assert no_room
-    assert caplog.text.count("own memory keeps no copy") == 1
+    assert caplog.text.count("shared memory keeps no copy") == 1
     assert "docker run --shm-size" in caplog.text
     again = torch.nn.Linear(30, 30)
     with Checkpointer(persist_to=str(tmp_path), run="small-shm", every="never") as checkpointer:
@@ -50,7 +50,7 @@ def test_saves_reach_storage_and_it_is_said_once(
     assert torch.equal(again.weight, torch.full((30, 30), 3.0))
 
 
-def test_with_nothing_but_own_memory_it_is_an_error(no_room: list[int]) -> None:
+def test_with_nothing_but_shared_memory_it_is_an_error(no_room: list[int]) -> None:
     with Checkpointer(run="small-shm-alone", every="never") as checkpointer:
         checkpointer.attach(model=torch.nn.Linear(3, 3))
         with pytest.raises(StorageFullError, match="bytes of shared memory"):

@@ -211,7 +211,7 @@ def plant_one_place_a_step(patch: pytest.MonkeyPatch) -> None:
         place = f"{self._run}/step-{step:010d}"
         return place, self._volume.list(f"{place}/")
 
-    patch.setattr(StorageTier, "_free_place", wrong)
+    patch.setattr(StorageTier, "_free_location", wrong)
 
 
 def plant_record_removed_last(patch: pytest.MonkeyPatch) -> None:
@@ -425,7 +425,7 @@ def test_the_command_reports_and_repeats(capsys: pytest.CaptureFixture[str]) -> 
     assert "5 scenarios" in capsys.readouterr().out
     assert main(["--ranks", "1", "--scenario", "3"]) == 0
     told = capsys.readouterr().out
-    assert "operation 0, rank 0: own memory begin" in told
+    assert "operation 0, rank 0: shared memory begin" in told
     assert "1 scenarios" in told
 
 

@@ -172,7 +172,7 @@ class TestList:
         assert out.splitlines()[4].endswith("cluster memory, storage")
         code, out, _ = shade(capsys, "list", "--store", url, "--persist", folder, "--json")
         facts = json.loads(out)
-        assert [(each["step"], each["state"], len(each["places"])) for each in facts] == [
+        assert [(each["step"], each["state"], len(each["locations"])) for each in facts] == [
             (20, "to flush", 1),
             (10, "durable", 2),
         ]
@@ -254,7 +254,7 @@ class TestDamage:
         code, out, _ = shade(capsys, "verify", "10", "--store", url, "--persist", folder, "--json")
         assert code == 1
         (fact,) = json.loads(out)
-        assert {place["tier"]: place["chunks"] for place in fact["places"]} == {
+        assert {place["tier"]: place["chunks"] for place in fact["locations"]} == {
             "cluster memory": {"0": [1]},
             "storage": {},
         }
@@ -314,7 +314,7 @@ class TestDamage:
         assert code == 1
         assert "header or length of the file of rank 0" in out
         code, out, _ = shade(capsys, "verify", "--persist", folder, "--json")
-        assert [place["files"] for place in json.loads(out)[0]["places"]] == [[0]]
+        assert [place["files"] for place in json.loads(out)[0]["locations"]] == [[0]]
         assert shade(capsys, "scrub", "--persist", folder)[0] == 0
         assert data.read_bytes() == before
 

@@ -144,7 +144,7 @@ def test_cluster_memory_and_its_flusher_know_the_chain(
         compare(saved, last, dict(restored.bounds))
 
 
-def test_a_crashed_process_finds_in_own_memory_what_the_others_have(
+def test_a_crashed_process_finds_in_shared_memory_what_the_others_have(
     begin: Callable[..., tuple[Training, Checkpointer]],
 ) -> None:
     training, checkpointer = begin(codec="topk-delta")
@@ -156,7 +156,7 @@ def test_a_crashed_process_finds_in_own_memory_what_the_others_have(
     checkpointer._closed = True
     again, other = begin(codec="topk-delta")
     restored = other.restore_latest()
-    assert restored.tiers == ("own memory",)
+    assert restored.tiers == ("shared memory",)
     assert restored.bounds
     compare(saved, again, dict(restored.bounds))
 
@@ -263,7 +263,7 @@ def test_a_streamed_codec_gives_the_same_snapshot(
     assert checkpointer.latest.is_in_shared_memory
     with torch.no_grad():
         next(training.model.parameters()).add_(1)
-    assert checkpointer.restore_latest().tiers == ("own memory",)
+    assert checkpointer.restore_latest().tiers == ("shared memory",)
     compare(saved, training, {})
     checkpointer.close()
     assert main(["checkpoint", "verify", "all", "--persist", str(tmp_path / "durable"), "--run", checkpointer.run]) == 0

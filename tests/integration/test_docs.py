@@ -20,6 +20,10 @@ DOCS = ROOT / "docs"
 LEAST_PAGES = 35
 SAME = {"init_ACUTE", "init_DASH", "init_dash", "destroy_ACUTE", "destroy_DASH", "destroy_dash"}
 """Other spellings of `init_acute` and `destroy_acute`; their section names them."""
+STATUS = re.compile(
+    r"# \d{4} · [^\n]+\n\nStatus: (accepted|superseded by \[(\d{4})\]\(\2-[\w-]+\.md\)|withdrawn)\.( [^\n]+)?\n\n"
+)
+ROW = re.compile(r"^\| \[(\d{4})\]\([\w.-]+\) \| .+ \| (\w+).* \|$", re.MULTILINE)
 
 
 def generated() -> dict[str, Any]:
@@ -89,6 +93,27 @@ def test_the_readme_is_short_and_shows_code_early() -> None:
     assert len([line for line in code[1].splitlines() if line.strip()]) >= 12
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert all(table.count("\n") <= 2 + 6 for table in tables)
+
+
+def test_every_decision_has_a_status_that_the_index_shows() -> None:
+    pages = {path.name[:4]: path.read_text(encoding="utf-8") for path in (DOCS / "decisions").glob("0*.md")}
+    found = {number: match[1].split()[0] for number, page in pages.items() if (match := STATUS.match(page))}
+    assert sorted(pages.keys() - found.keys()) == [], "expected the title, then `Status: accepted.` or why it is not"
+    assert dict(ROW.findall((DOCS / "decisions" / "index.md").read_text(encoding="utf-8"))) == found
+
+
+@pytest.mark.parametrize(
+    ("page", "has_one"),
+    [
+        ("# 0001 · A\n\nStatus: accepted.\n\n## Context\n", True),
+        ("# 0001 · A\n\nStatus: superseded by [0002](0002-b.md). Why.\n\n## Context\n", True),
+        ("# 0001 · A\n\n## Context\n", False),
+        ("# 0001 · A\n\nStatus: superseded by [0002](0003-c.md).\n\n## Context\n", False),
+        ("# 0001 · A\n\nStatus: perhaps.\n\n## Context\n", False),
+    ],
+)
+def test_a_status_is_found(page: str, *, has_one: bool) -> None:
+    assert bool(STATUS.match(page)) is has_one
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ class Killed:
         told = run(STREAM, data, *WORDS, *words, cwd=here, STREAM_LOG=str(here), STREAM_KILL=str(KILL_AT))
         assert told.returncode == -signal.SIGKILL, told.stderr
         self.config = RunConfig.load(self.out / "run.json")
-        self.own_memory = own_folder(self.config.run)
+        self.shared_memory = own_folder(self.config.run)
 
     def resume(self, *words: str) -> tuple[dict[int, list[int]], str]:
         """The stream from there on, and what the ranks said."""
@@ -78,17 +78,17 @@ class Killed:
         assert stream == {step: ids for step, ids in stream_of(undisturbed, 1).items() if step >= SAVED}
         parameters = [torch.load(log / "parameters.pt", weights_only=True) for log in (self.here, undisturbed)]
         assert same_state(*parameters)
-        assert not self.own_memory.exists()
+        assert not self.shared_memory.exists()
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_from_own_memory_where_nothing_else_is_left(
+def test_a_run_is_resumed_from_shared_memory_where_nothing_else_is_left(
     undisturbed: Path, data: Path, tmp_path: Path
 ) -> None:
     killed = Killed(tmp_path, data)
     shutil.rmtree(killed.out / "checkpoints")
     stream, said = killed.resume()
-    assert f"restored step {SAVED} from own memory" in said
+    assert f"restored step {SAVED} from shared memory" in said
     killed.assert_as_if_undisturbed(stream, undisturbed)
 
 
@@ -111,11 +111,11 @@ def test_a_finished_run_is_continued_for_more_epochs(data: Path, tmp_path: Path)
 def test_a_run_is_resumed_from_the_store_on_another_machine(
     undisturbed: Path, data: Path, server: LocalServer, tmp_path: Path
 ) -> None:
-    """Another machine: own memory is gone. Storage there is none."""
+    """Another machine: shared memory is gone. Storage there is none."""
     url = f"unix://{server.socket_path}"
     killed = Killed(tmp_path, data, "--checkpoint", url)
     assert not (killed.out / "checkpoints").exists()
-    shutil.rmtree(killed.own_memory)
+    shutil.rmtree(killed.shared_memory)
     stream, said = killed.resume()
     assert f"restored step {SAVED} from cluster memory" in said
     killed.assert_as_if_undisturbed(stream, undisturbed)
@@ -139,7 +139,7 @@ def test_with_both_the_flusher_brings_what_a_killed_run_left_in_the_store_to_sto
         storage = StorageTier(volume, killed.config.run)
         wait_for(lambda: any(record.step == SAVED for record in storage.held().values()))
         server.ask("FLUSHALL")
-        shutil.rmtree(killed.own_memory)
+        shutil.rmtree(killed.shared_memory)
         stream, said = killed.resume()
         assert f"restored step {SAVED} from storage" in said
         killed.assert_as_if_undisturbed(stream, undisturbed)

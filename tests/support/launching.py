@@ -109,7 +109,7 @@ def stream_of(log: Path, ranks: int) -> dict[int, list[int]]:
 
 
 def snapshots(out: Path) -> list[Commit]:
-    """What a run can be resumed from, newest first: in own memory and in the run directory."""
+    """What a run can be resumed from, newest first: in shared memory and in the run directory."""
     config = RunConfig.load(out / "run.json")
     assert config.persist_to is not None
     with open_volume(config.persist_to) as volume:

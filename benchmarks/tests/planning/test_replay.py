@@ -69,7 +69,7 @@ def test_what_was_committed_becomes_durable_behind_a_dead_trainer() -> None:
     assert (late.steps, early.steps) == (10, 4)
 
 
-def test_own_memory_is_worth_nothing_while_its_only_buffer_is_written_to() -> None:
+def test_shared_memory_is_worth_nothing_while_its_only_buffer_is_written_to() -> None:
     prediction = saves(0.0, kept=3.0, durable=3.0, recover=(0.5, None, 4.0))
     within = played(prediction, 10, Failure(21.0, "process"), length=30.0)
     after = played(prediction, 10, Failure(23.5, "process"), length=30.0)

@@ -1,38 +1,16 @@
 """Copies memory and detects torn reads: loops that several threads share, and a wait for writes that are under way.
 
-*Loops.* A state is hundreds of tensors. Copied or compared one by one from Python, each costs a return to the
-interpreter, and each return waits while another thread computes in it: 5 ms, where the copy itself takes 0.2 ms. A
-helper with a fixed share of the tensors is waited for, even where it has no core. So all ranges go into one table, and
-one compiled call without the interpreter's lock goes through it; a second thread may join with the same call. Each
-takes the next row until none is left, so a thread without a core delays the others by one row at most.
+*Loops.* All ranges of a state go into one table, and one compiled call without the interpreter's lock goes through it;
+a second thread may join with the same call. Each takes the next row until none is left. Invariant: when all threads
+have returned, each row was done once. `prepare` compiles both loops in a background thread; before that, and where
+there is no compiler, the C library does the work, row by row.
 
-Rows are copied past the caches: an ordinary store first fetches the line that it overwrites, so a copy moves every byte
-three times. The C library avoids that only for copies larger than the cache, so the loop has 64-byte non-temporal
-stores of its own. No probe decides whether to use them: a probe on a busy machine errs, and did for a whole run.
-`prepare` compiles both loops with numba, in some seconds of a background thread. Before that, and where there is no
-compiler, the C library does the work, row by row. Decisions 0008 and 0047 have the measurements. Invariant: when all
-threads have returned, each row was done once.
+*Waiting.* `wait_for_others` waits for each other thread until it has slept, since no thread sleeps in the middle of
+writing memory, or has run for `REST_SECONDS`. Where the system cannot say (only Linux can), a fixed pause must do.
 
-*Waiting.* A change during the copy shows when its writer continues, or ends. A thread that was interrupted in the
-middle of an operation does neither, for as long as others want its processor: tens of milliseconds on a busy machine.
-So `wait_for_others` waits for each other thread until it has slept, since no thread sleeps in the middle of writing
-memory, or has run for `REST_SECONDS`. Asking whether a thread sleeps costs ten microseconds, how long it has run, one.
-The looks are bursts of ctypes calls that keep the interpreter's lock: to get it back each time could take 5 ms. Where
-the system cannot say (only Linux can), a fixed pause must do.
-
-A virtual machine's processor was once taken by its host for two milliseconds. Its kernel cannot know, so the clock of
-the thread on it continued, and a snapshot of half a write was committed: three times in a thousand saves beside a
-writer. So a thread's time counts only between two moments, close to each other, at which every processor of this
-process was seen to execute: membarrier(2) interrupts each and returns when all have answered.
-
-*Comparing.* PyTorch counts every in-place change but those through ``.data`` or a numpy view. To find these, comparing
-all bytes would cost another copy; so `Comparison` compares a few places, where a copy that is old in one part and new
-in the next can hide, while a writer fills a tensor from front to back. A copy that overtakes it and stays ahead is old
-from there on: one word every 32 KiB, and both ends, show that. A copy that is overtaken in a pause is old up to there:
-a word is compared before each pause. If several threads write a part each, the word at the end of each part shows it.
-Pieces of a tensor that several threads copy begin and end at compared words. There remains a copy that was interrupted
-within 32 KiB of overtaking an uncounted writer; to meet that takes a writer that writes all the time, so after the
-first difference found anywhere in a state, every byte is compared. Decision 0008 has the measurements.
+*Comparing.* PyTorch counts every in-place change but those through ``.data`` or a numpy view. To find these,
+`Comparison` compares a word every 32 KiB and the words at which a copy or a writer may have stopped; after the first
+difference in a state, every byte. Decisions 0008 and 0047 have the measurements.
 """
 
 from __future__ import annotations
@@ -158,19 +136,19 @@ def cut(row_N3: npt.NDArray[np.uintp], piece_bytes: int) -> tuple[npt.NDArray[np
     """Cuts rows of two addresses and a length into pieces; returns the number of each piece's row, and the pieces."""
     count_N = -(-row_N3[:, 2].astype(np.int64) // piece_bytes)
     number_P = np.repeat(np.arange(len(row_N3)), count_N)
-    place_P = np.arange(len(number_P)) - np.repeat(np.cumsum(count_N) - count_N, count_N)
-    offset_P = (place_P * piece_bytes).astype(np.uintp)
+    piece_P = np.arange(len(number_P)) - np.repeat(np.cumsum(count_N) - count_N, count_N)
+    offset_P = (piece_P * piece_bytes).astype(np.uintp)
     first_P, second_P, length_P = row_N3[number_P].T
     width_P = np.minimum(length_P - offset_P, np.uintp(piece_bytes))
     return number_P, np.stack([first_P + offset_P, second_P + offset_P, width_P], axis=1)
 
 
 def _differs(first: int, second: int, num_bytes: int) -> bool:
-    """Whether two ranges differ, in the places that are compared."""
+    """Whether two ranges differ, at the sampled bytes."""
     if num_bytes <= STRIDE_BYTES:
         return bool(_libc.memcmp(first, second, num_bytes))
     last = num_bytes - END_BYTES
-    if any(_libc.memcmp(first + place, second + place, END_BYTES) for place in (0, last)):
+    if any(_libc.memcmp(first + offset, second + offset, END_BYTES) for offset in (0, last)):
         return True
     num_words, step = num_bytes // _WORD_BYTES, STRIDE_BYTES // _WORD_BYTES
     arrays = [np.ctypeslib.as_array((ctypes.c_uint64 * num_words).from_address(each)) for each in (first, second)]
@@ -218,21 +196,21 @@ def _compile() -> tuple[_Loop, _Loop]:
         return address(address), generate
 
     @intrinsic
-    def word_at(typing_context: Any, place: Any) -> Any:
+    def word_at(typing_context: Any, offset: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.load(builder.inttoptr(arguments[0], word.as_pointer()), align=1)
 
         return numba.types.uint64(address), generate
 
     @intrinsic
-    def byte_at(typing_context: Any, place: Any) -> Any:
+    def byte_at(typing_context: Any, offset: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.load(builder.inttoptr(arguments[0], cgutils.voidptr_t))
 
         return numba.types.uint8(address), generate
 
     @intrinsic
-    def mark(typing_context: Any, place: Any) -> Any:
+    def mark(typing_context: Any, offset: Any) -> Any:
         """Sets the byte at an address to 1."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -292,6 +270,8 @@ def _compile() -> tuple[_Loop, _Loop]:
         while number < len(row_N3):
             target, source, num_bytes = row_N3[number]
             head, body = num_bytes, address(0)
+            # An ordinary store first fetches the line that it overwrites, so a copy would move every byte three times.
+            # No probe decides about it: a probe on a busy machine errs, and did for a whole run.
             if num_bytes >= LEAST_BYTES:
                 head = (_LINE - target % _LINE) % _LINE
                 body = (num_bytes - head) // _BLOCK * _BLOCK
@@ -305,11 +285,11 @@ def _compile() -> tuple[_Loop, _Loop]:
     @numba.njit("boolean(uintp, uintp, uintp)", nogil=True)
     def differ(first: Any, second: Any, num_bytes: Any) -> bool:
         whole = num_bytes // _WORD_BYTES * _WORD_BYTES
-        for place in range(0, whole, _WORD_BYTES):
-            if word_at(first + address(place)) != word_at(second + address(place)):  # type: ignore[call-arg]
+        for offset in range(0, whole, _WORD_BYTES):
+            if word_at(first + address(offset)) != word_at(second + address(offset)):  # type: ignore[call-arg]
                 return True
-        for place in range(whole, num_bytes):
-            if byte_at(first + address(place)) != byte_at(second + address(place)):  # type: ignore[call-arg]
+        for offset in range(whole, num_bytes):
+            if byte_at(first + address(offset)) != byte_at(second + address(offset)):  # type: ignore[call-arg]
                 return True
         return False
 
@@ -323,8 +303,8 @@ def _compile() -> tuple[_Loop, _Loop]:
             else:
                 last = num_bytes - address(END_BYTES)
                 is_different = differ(first, second, END_BYTES) or differ(first + last, second + last, END_BYTES)
-                for place in range(0, num_bytes - _WORD_BYTES + 1, STRIDE_BYTES):
-                    is_different |= word_at(first + address(place)) != word_at(second + address(place))
+                for offset in range(0, num_bytes - _WORD_BYTES + 1, STRIDE_BYTES):
+                    is_different |= word_at(first + address(offset)) != word_at(second + address(offset))
             if is_different:
                 mark(differs + number)
             number = take(num_taken)
@@ -363,6 +343,8 @@ def wait_for_others() -> bool:
     if sys.platform != "linux":
         time.sleep(REST_SECONDS)
         return True
+    # A change during the copy shows when its writer continues, or ends. A thread interrupted in the middle of an
+    # operation does neither, for tens of milliseconds on a busy machine.
     deadline = time.monotonic() + LONGEST_SECONDS
     seen = _SeenThreads()
     # Twice: a sleeping thread may have been woken by one that had begun to write, and was interrupted between the two,
@@ -404,9 +386,13 @@ class _SeenThreads:
         _touch_processors()
         clocks_ns = {thread: processor_ns(thread) for thread in threads}
         while looked_ns - begun_ns < _BURST_SECONDS * 1e9 and self._look(threads):
+            # By ctypes, which keeps the interpreter's lock: to get it back each time could take 5 ms.
             _libc.usleep(_GLANCE_MICROSECONDS)
             before_ns, looked_ns = looked_ns, time.monotonic_ns()
             _touch_processors()
+            # A host may take a virtual processor away while the clock of the thread on it continues: three torn
+            # snapshots in a thousand were committed for that. So time counts only between two close moments at which
+            # all were seen to run.
             counts = time.monotonic_ns() - before_ns < _CLOSE_SECONDS * 1e9
             for thread, clock_ns in clocks_ns.items():
                 clocks_ns[thread] = processor_ns(thread)
@@ -474,7 +460,7 @@ class Comparison:
         pauses: Mapping[str, Sequence[int]],
         helper: Executor | None = None,
     ) -> str | None:
-        """Compares contiguous CPU tensors with their copies, bit for bit, in the places that are compared.
+        """Compares contiguous CPU tensors with their copies, bit for bit, at the sampled bytes.
 
         Args:
             copies: Tensors and the addresses of their copies, by name.
@@ -493,6 +479,8 @@ class Comparison:
             words = [
                 (number, end)
                 for number, (name, (tensor, _)) in enumerate(copies.items())
+                # A copy that is overtaken in a pause is old up to there; of several writers each ends at the end of
+                # its part.
                 for end in (*pauses.get(name, ()), *_ends_of_parts(tensor, torch.get_num_threads()))
             ]
             number_P, range_P3 = self._with_words(range_N3, np.array(words, dtype=np.int64).reshape(-1, 2))
@@ -500,6 +488,8 @@ class Comparison:
         compared.run(helper)
         names = list(copies)
         torn = [names[number_P[row]] for row in compared.differing]
+        # Within 32 KiB a copy can hide from the samples, if its writer writes all the time. Such a writer shows
+        # elsewhere.
         self.in_full |= bool(torn)
         return min(torn, key=names.index, default=None)
 
@@ -521,6 +511,7 @@ class Comparison:
 
     def agrees_in_full(self, tensor: torch.Tensor, copied: torch.Tensor) -> bool:
         """Whether a CPU tensor of any layout equals its copy, bit for bit."""
+        # Of another layout, a copy and a writer go through it in different orders, so samples would show nothing.
         same = torch.equal(_bits(tensor), _bits(copied))
         self.in_full |= not same
         return same

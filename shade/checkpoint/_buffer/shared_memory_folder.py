@@ -1,13 +1,8 @@
 """The folder of a run's shared-memory buffers, and its records; without PyTorch, for launchers and tools.
 
 The buffers lie in the machine's shared memory, under the user and the run id. `_buffer.shared_memory_tier` writes them
-and says what the files are. The logs of flushers lie beside the runs' folders.
-
-A flusher's log is locked (flock, shared) as long as it is open: the lock belongs to the open file, which the flusher
-inherits as its standard error, so it ends with the flusher however that ends. A log is removed under an exclusive lock.
-If a flusher ends while another one of the run starts, the other one holds the lock too, so the log stays; or it waits
-for the lock, finds that its file has lost its name, and makes a new one. If a flusher is killed, nothing holds the
-lock, and the next run on this machine removes the log.
+and says what the files are. The logs of flushers lie beside the runs' folders, each locked (flock, shared) as long as a
+flusher has it open, and removed under an exclusive lock.
 """
 
 from __future__ import annotations
@@ -44,13 +39,13 @@ def own_folder(run: str, parent: Path | None = None) -> Path:
 
 
 def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Commit]:
-    """Returns the record of each place in a run's folder; of two records for one place the newer one.
+    """Returns the record of each location in a run's folder; of two records for one location the newer one.
 
     ``damaged`` receives the names of records that cannot be read.
     """
     found: dict[str, Commit] = {}
     for path in sorted(folder.glob("rank-*.commit")):
-        place = path.name.split(".")[1]
+        location = path.name.split(".")[1]
         try:
             record = Commit.parse(path.read_bytes())
         except FileNotFoundError:
@@ -59,8 +54,8 @@ def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Com
             if damaged is not None:
                 damaged.append(path.name)
             continue
-        if record.run == folder.name and (place not in found or record.sequence > found[place].sequence):
-            found[place] = record
+        if record.run == folder.name and (location not in found or record.sequence > found[location].sequence):
+            found[location] = record
     return found
 
 

@@ -1,25 +1,12 @@
-"""The shared-memory tier: the buffers that a rank's state is copied into, and the first place where a snapshot lies.
+"""The shared-memory tier: the buffers that a rank's state is copied into, where a snapshot lies first.
 
-The buffers are files in the machine's shared memory, mapped and touched beforehand. So a copy meets no page fault (nine
-times faster here than into fresh pages), and the buffers outlive the process: a crashed process finds its state where
-it left it, and is back in the time of a memcpy. They do not outlive the machine; the other tiers do.
-
-One buffer costs the state's size once. While it is copied into, the tier holds no snapshot, and after a crash at that
-moment the restore falls back on the tier that the last snapshot had reached. A second buffer closes that gap, for the
-same size again.
+The buffers are files in the machine's shared memory, mapped and touched beforehand. They outlive the process: a crashed
+process finds its state where it left it. They do not outlive the machine; the other tiers do. One buffer costs the
+state's size once, and holds no snapshot while it is copied into; a second one closes that gap.
 
 Files of rank R, buffer B: ``rank-R.B.data``; ``rank-R.B.json``, its manifest; ``rank-R.B.commit``, the record: removed
-before the buffer is touched, written after all ranks have voted. Any rank's record will do, since a reader checks every
-shard against the record. Invariant: the snapshot of a record in this tier was whole when the record was written.
-
-Huge pages make a save half as expensive: with pages of 4 KiB the disk takes the buffer in small pieces (six times the
-CPU time of a write that bypasses the page cache), and copying and hashing wait for page tables. File systems in memory
-give huge pages only if mounted so, which is no system's default; but ``MADV_COLLAPSE`` (Linux 6.1) puts small pages
-together on demand, whatever the settings are. It needs a mapping that is aligned as the file is. The price is one more
-copy, once, during the first saves; where the system cannot do it, pages stay small. Decision 0008 has the measurements.
-
-The files stay open, so that a Redis server's unix socket takes a chunk from the file's pages without a copy
-(`store.link`).
+before the buffer is touched, written after all ranks have voted. Invariant: the snapshot of a record in this tier was
+whole when the record was written. Decision 0008 has the measurements of huge pages.
 """
 
 from __future__ import annotations
@@ -75,6 +62,7 @@ class _SnapshotBuffer:
                 os.posix_fallocate(descriptor, 0, self.num_bytes)  # now, and not as a SIGBUS in mid-copy
             os.ftruncate(descriptor, self.num_bytes)
             self.tensor = map_aligned(descriptor, self.num_bytes)
+            # The file stays open, so that a Redis server's unix socket takes a chunk from its pages without a copy.
             register_file_memory(descriptor, self.tensor.data_ptr(), self.num_bytes)
         except OSError as error:
             self._release_file()
@@ -87,6 +75,7 @@ class _SnapshotBuffer:
             if not may_be_private:
                 raise StorageFullError(self.why_private) from error
             self.tensor = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
+        # A copy then meets no page fault, which is nine times faster than into fresh pages.
         make_resident(self.tensor)
         self._pinned = torch.cuda.is_available() and self._register()
         self._closed = threading.Event()
@@ -96,6 +85,9 @@ class _SnapshotBuffer:
 
     def _make_huge(self) -> None:
         """Makes the pages huge, in a background thread; the buffer may be used meanwhile."""
+        # With pages of 4 KiB a disk takes the buffer in small pieces, at six times the CPU time, and copying waits for
+        # page tables. No system's default gives huge pages to a file in memory, but MADV_COLLAPSE puts them together
+        # later.
         for pause_seconds in _PAUSES_SECONDS:
             if make_huge(self.tensor, lambda: not self._closed.is_set()) or self._closed.wait(pause_seconds):
                 return
@@ -138,7 +130,7 @@ class SharedMemoryTier(Tier):
         ConfigError: The folder cannot be made, or belongs to another user.
     """
 
-    name: ClassVar[str] = "own memory"
+    name: ClassVar[str] = "shared memory"
     every_rank_commits: ClassVar[bool] = True
     holds_plain: ClassVar[bool] = True
 
@@ -161,7 +153,7 @@ class SharedMemoryTier(Tier):
         self._open: dict[Path, memoryview] = {}
         left = self.held()  # read before any rank of this machine can begin a save, so all take the same turn
         if left:
-            self.spare(max(left, key=lambda place: left[place].sequence))
+            self.spare(max(left, key=lambda location: left[location].sequence))
 
     def claim(self) -> None:
         """Claims this rank's buffers for this process until `close`; a process that dies loses its claim.
@@ -185,28 +177,28 @@ class SharedMemoryTier(Tier):
             ) from None
         self._claimed = claimed
 
-    def _path(self, rank: int, place: str, kind: str) -> Path:
-        return self.folder / f"rank-{rank}.{place}.{kind}"
+    def _path(self, rank: int, location: str, kind: str) -> Path:
+        return self.folder / f"rank-{rank}.{location}.{kind}"
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, num_bytes: int) -> tuple[str, torch.Tensor]:
         """Takes the next buffer, uint8 (≥ num_bytes,), to be copied into; the snapshot in it ceases to exist. Returns
-        the place, the same on every rank, and the buffer. Raises `StorageFullError` if there is not enough shared
+        the location, the same on every rank, and the buffer. Raises `StorageFullError` if there is not enough shared
         memory."""
-        number, place = self._next, str(self._next)
-        self.discard(place)
+        number, location = self._next, str(self._next)
+        self.discard(location)
         buffer = self._reserved(number, num_bytes)
         self.skip()
-        return place, buffer.tensor
+        return location, buffer.tensor
 
     def skip(self) -> None:
         """Skips a buffer, for a save that this rank cannot begin and other ranks may have begun."""
         self._next = (self._next + 1) % len(self._buffers)
 
-    def spare(self, place: str) -> None:
-        """Takes the other buffers first, so that the snapshot at a place stays as long as it can."""
-        self._next = (int(place) + 1) % len(self._buffers)
+    def spare(self, location: str) -> None:
+        """Takes the other buffers first, so that the snapshot at a location stays as long as it can."""
+        self._next = (int(location) + 1) % len(self._buffers)
 
     def reserve(self, num_bytes: int) -> None:
         """Makes the buffers before they are needed; one with a snapshot of another length stays until its turn."""
@@ -229,20 +221,20 @@ class SharedMemoryTier(Tier):
 
     @override
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        # The place begun last: the data is in it already.
+        # The location begun last: the data is in it already.
         return str((self._next - 1) % len(self._buffers))
 
     @override
-    def put(self, place: str, shard: Shard) -> None:
+    def put(self, location: str, shard: Shard) -> None:
         # Only the manifest: the chunks lie in the buffer already, unless it is private and ends with this process.
-        buffer = self._buffers[int(place)]
+        buffer = self._buffers[int(location)]
         if buffer is not None and buffer.why_private is not None:
             raise StorageFullError(buffer.why_private)
-        self._write(self._path(self.rank, place, "json"), shard.manifest.to_bytes())
+        self._write(self._path(self.rank, location, "json"), shard.manifest.to_bytes())
 
     @override
-    def commit(self, place: str, record: Commit) -> None:
-        self._write(self._path(self.rank, place, "commit"), record.to_bytes())
+    def commit(self, location: str, record: Commit) -> None:
+        self._write(self._path(self.rank, location, "commit"), record.to_bytes())
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
@@ -261,15 +253,17 @@ class SharedMemoryTier(Tier):
         return found
 
     @override
-    def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
+    def read_manifest(self, location: str, rank: int, copy: int = 0) -> bytes | None:
         try:
-            return self._path(rank, place, "json").read_bytes()
+            return self._path(rank, location, "json").read_bytes()
         except OSError:
             return None
 
     @override
-    def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
-        data = self._data(place, manifest)
+    def read_chunks(
+        self, location: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0
+    ) -> list[Bytes | None]:
+        data = self._data(location, manifest)
         codec = standalone_codec(manifest.codec if manifest.version == 1 else "none")
         item_bytes = manifest.item_bytes
         is_own = self._is_own(manifest)
@@ -287,19 +281,21 @@ class SharedMemoryTier(Tier):
         return manifest.rank == self.rank and self._claimed is not None
 
     @override
-    def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
+    def in_place(self, location: str, manifest: Manifest) -> memoryview | None:
         # This rank's own only: another rank of this machine may begin a save as soon as it has its state.
         if not self._is_own(manifest) or (manifest.version == 1 and manifest.codec != "none"):
             return None
-        data = self._data(place, manifest)
+        data = self._data(location, manifest)
         return data[: manifest.num_bytes] if len(data) >= manifest.num_bytes else None
 
-    def _data(self, place: str, manifest: Manifest) -> memoryview:
+    def _data(self, location: str, manifest: Manifest) -> memoryview:
         """Returns the buffer of one rank of this machine; empty if it left none."""
-        own = self._buffers[int(place)] if manifest.rank == self.rank and int(place) < len(self._buffers) else None
+        own = (
+            self._buffers[int(location)] if manifest.rank == self.rank and int(location) < len(self._buffers) else None
+        )
         if own is not None:
             return memoryview(own.tensor.numpy().data)
-        path = self._path(manifest.rank, place, "data")
+        path = self._path(manifest.rank, location, "data")
         if path not in self._open:
             try:
                 with path.open("rb") as file:
@@ -310,16 +306,16 @@ class SharedMemoryTier(Tier):
         return self._open[path]
 
     @override
-    def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
+    def repair(self, location: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
         pass  # the next snapshot overwrites what is damaged
 
     # ── ending ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @override
-    def discard(self, place: str) -> None:
+    def discard(self, location: str) -> None:
         # Record and manifest go; the buffer stays for the next snapshot.
         for kind in ("commit", "json"):
-            self._path(self.rank, place, kind).unlink(missing_ok=True)
+            self._path(self.rank, location, kind).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Frees the buffers; their files stay, for a process that restarts."""

@@ -1,24 +1,13 @@
 """Copies tensors into a buffer, and proves that they did not change meanwhile.
 
-A snapshot is right only if no tensor is written to between its capture and the end of its copy. Nothing can forbid
-writing, so a write is detected, in two ways that cost next to nothing:
+Nothing can forbid writing to a tensor between its capture and the end of its copy, so a write is detected:
 
 1. PyTorch counts every in-place change of a tensor (``_version``), on any thread, when the operation has ended. Counts
    and addresses at the start, and the first and last item of a CPU tensor, are compared with those after the last copy.
 2. A change through ``.data`` or a numpy view is not counted, nor is one that still runs. So CPU tensors are compared
-   with their copies at the end: in places, and in full once a difference was found (`copy_and_compare`). A write to a
-   whole tensor is found; an uncounted write to a single element only if it lies in such a place. A tensor that is not
-   contiguous is compared in full: its copy and a writer go through it in different orders. (On a device, comparing
-   would cost a round trip a tensor; there the counts alone are used.)
+   with their copies at the end, once no other thread can be in the middle of a write (`copy_and_compare`).
 
-How a half-written tensor is found: an operation began before the copy and ends after it. The copy overtook it, so copy
-and tensor are both new up to there and old from there on, and nothing is counted yet. Half a millisecond later the
-operation has written further, or has ended, and is found either way. So the comparison waits for that time, and for
-threads that the system has interrupted as long as it takes. A torn tensor raises a `TornSnapshotError` that names it;
-the snapshot is refused, and training is not disturbed.
-
-Contiguous CPU tensors are copied by `copy_and_compare`. All other tensors are copied by `torch.Tensor.copy_`; those on
-devices into pinned memory, on a stream of their own.
+A torn tensor raises a `TornSnapshotError` that names it; the snapshot is refused, and training is not disturbed.
 """
 
 from __future__ import annotations
@@ -176,11 +165,9 @@ class Copying:
             self._copy_into_chunk(number, [part for _, part in cut], stream_hash)
 
     def _copy_into_chunk(self, number: int, parts: Sequence[_Part], stream_hash: StreamHash) -> None:
-        """Copies parts of one chunk; if that completes the chunk, hashes it from the tensors, which are in the cache.
-
-        Had a tensor changed between its copy and its hash, the digest would be of neither state, and every reader would
-        find the snapshot damaged. So hashing the tensor instead of the copy hides no change.
-        """
+        """Copies parts of one chunk; hashes a chunk that is complete then from the tensors, which are in the cache."""
+        # Hashing the tensor instead of its copy hides no change: had the tensor changed in between, the digest would be
+        # of neither state, and every reader would find the snapshot damaged.
         is_rest = stream_hash.missing(number) == sum(stop - start for _, start, stop in parts)
         for part in parts:
             self._move(*part)
@@ -285,6 +272,7 @@ class Copying:
         if any(_free_bytes(device) < _ROOM_FACTOR * needed for device, needed in needed_bytes.items()):
             return False
         self.settle(here)
+        # A clone takes a hundredth of the time of the copy to the host, which can follow in the background.
         clones = {name: self._source[name].clone() for name in left}
         for device in needed_bytes:
             torch.cuda.current_stream(device).synchronize()
@@ -308,6 +296,9 @@ class Copying:
                 self.copy(name)
         for stream in self._streams.values():
             stream.synchronize()
+        # An operation that began before the copy and ends after it: the copy overtook it, so both are new up to there
+        # and old from there on, and nothing is counted yet. Half a millisecond later it has written further, or has
+        # ended.
         if names and not wait_for_others():  # also where `advance`, or another thread, has copied them all
             raise TornSnapshotError(
                 "expected to see every other thread rest or run while a copy was checked, got one without a processor "
@@ -327,13 +318,14 @@ class Copying:
         self.settle(self._unchecked, helper)
 
     def _first_torn(self, names: Iterable[str], helper: Executor | None) -> str | None:
-        """Returns the first CPU tensor that differs from its copy, in the places that are compared."""
+        """Returns the first CPU tensor that differs from its copy, at the sampled bytes."""
         address = self._buffer.data_ptr()
         plain: dict[str, tuple[torch.Tensor, int]] = {}
         for name in names:
             tensor = self._source[name]
             if _is_plain(tensor):
                 plain[name] = tensor, address + self._entries[name].start
+            # On a device, comparing would cost a round trip a tensor; there the counts alone are used.
             elif tensor.is_cpu and not self._comparison.agrees_in_full(tensor, self._view(name)):
                 return name
         return self._comparison.first_torn(plain, self._pauses, helper)

@@ -2,15 +2,9 @@
 
 Any object with ``state_dict`` and ``load_state_dict`` may be attached. Modules and optimizers are treated specially:
 state that data-parallel ranks hold alike is saved once, each rank a share of it; state that only an optimizer's step
-changes may be copied while the training runs. All else is each rank's own and is copied at once: batch-norm statistics,
-random generators, a sampler's cursor.
-
-Loading checks first and changes afterwards: a snapshot that does not fit leaves everything as it was, on every rank if
-it does not fit on one.
-
-A wrapper is no part of the model: DistributedDataParallel, DataParallel and `torch.compile` put ``module.`` or
-``_orig_mod.`` before each name, and a snapshot has the names without. Names that differ by such parts alone, as those
-of a compiled layer, or of a state dict that another program wrote, are the same names.
+changes may be copied while the training runs. All else is each rank's own and is copied at once. Loading checks first
+and changes afterwards: a snapshot that does not fit leaves everything as it was, on every rank if it does not fit on
+one. Names are those of the model without wrappers (DistributedDataParallel, DataParallel, `torch.compile`).
 """
 
 from __future__ import annotations

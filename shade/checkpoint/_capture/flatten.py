@@ -1,22 +1,14 @@
 """Flattens a state tree into JSON and named tensors, and unflattens it again, exactly.
 
-The *skeleton* is JSON: what JSON has (null, booleans, strings, numbers, arrays for lists) stands for itself; all else
-is an object with one member, ``{"kind": content}``; docs/format.md lists the kinds. Tensors, arrays and long lists of
-plain numbers are taken out and named by their path, ``optimizer/state/0/exp_avg``. They are references: nothing is
-copied that a snapshot would not copy anyway. Two tensors that share memory are one tensor with one name, and share
-memory again after a restore. 600 tensors take 2 ms.
+The *skeleton* is JSON: what JSON has stands for itself; all else is an object with one member, ``{"kind": content}``;
+docs/format.md §6 lists the kinds. Tensors, arrays and long lists of plain numbers are taken out and named by their
+path, ``optimizer/state/0/exp_avg``; nothing is copied. Two tensors that share memory are one tensor with one name.
 
-A closed list of types goes in, and nothing else comes out: no pickle, no class looked up by a name from a file. The
-price is that an object of your own must express itself in plain types. What comes back differs from what went in only
-in that tensors are contiguous, on the CPU, without gradient, and that lists held in two places are two lists.
-
-A skeleton may come from a file that was tampered with. So each kind is made by a function from the table `_MAKERS` and
-by nothing else, every content is checked before it is used, depth is bounded, and a tensor becomes a list at most once,
-so that a small file cannot ask for a large memory. The root of a snapshot's tree is a dict by the names of the attached
-objects; `part_of` gives a tree of some of them, so that a model can be read without its optimizer.
+A closed list of types goes in, and nothing else comes out: no pickle, no class looked up by a name from a file. What
+comes back differs only in that tensors are contiguous, on the CPU, without gradient, and that a list held twice is two.
 
 Invariants: ``unflatten(*flatten(state))`` equals the state: types, order of keys, every bit of every number;
-`unflatten` returns, or it raises `CorruptCheckpointError`.
+`unflatten` returns, or it raises `CorruptCheckpointError`, whatever a file holds.
 """
 
 from __future__ import annotations
@@ -211,7 +203,7 @@ class _Flattener:
         if numbers is not None:
             return numbers
         before = path and path + "/"
-        return [self.flatten(each, f"{before}{place}", depth) for place, each in enumerate(value)]
+        return [self.flatten(each, f"{before}{number}", depth) for number, each in enumerate(value)]
 
     def _numbers(self, value: Iterable[Any], path: str) -> Any:
         """Makes a tensor of a long list that holds nothing but int64, or float, or bool; else returns None."""

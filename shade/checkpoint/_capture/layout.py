@@ -1,15 +1,10 @@
 """Lays tensors end to end: which rank saves which tensor, and where each tensor lies in its shard.
 
-Replicated tensors are shared out whole, the largest first, each to the rank with the fewest bytes so far (Graham's
-rule: no rank gets more than 4/3 of the best possible, nor more than the mean and one tensor). Every rank computes the
-same layout from names and shapes alone, without communication. A tensor named ``…@rank3`` is that rank's own and stays
-with it.
-
-In a shard, wide items come before narrow ones, small tensors after large ones among equals, and then names ascend. So
-each tensor is aligned to its items and there are no holes: the data of a valid safetensors file. What every rank of a
-sharded job reads (step counts, statistics of a normalisation) is small: in the order of names it lay all over the shard
-of the rank that saved it, and with the chunks around it a restore on 3 ranks read 1.89 times the state. Invariant: the
-entries of all ranks together hold each name once, and those of one shard cover its bytes from 0 to the end.
+Alike tensors of data-parallel ranks are shared out whole, the largest first, each to the rank with the fewest bytes so
+far (Graham's rule: no rank gets more than 4/3 of the best possible). Every rank computes the same layout from names and
+shapes alone. A tensor named ``…@rank3`` is that rank's own. In a shard, wide items come before narrow ones, small
+tensors after large ones among equals, and then names ascend; so there are no holes. Invariant: the entries of all ranks
+together hold each name once, and those of one shard cover its bytes from 0 to the end.
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ class StatefulLoader(Resumed):
         # The loader has its sampler's state as it was when workers were asked last: later losses would be missing.
         state: dict[str, Any] = self.loader.state_dict()
         main = _main_state(state)
-        place = main.get("_sampler_iter_state")
-        if not isinstance(self.sampler, Stateful) or place is None or "sampler_state" not in place:
+        position = main.get("_sampler_iter_state")
+        if not isinstance(self.sampler, Stateful) or position is None or "sampler_state" not in position:
             return state
-        main = {**main, "_sampler_iter_state": {**place, "sampler_state": self.sampler.state_dict()}}
+        main = {**main, "_sampler_iter_state": {**position, "sampler_state": self.sampler.state_dict()}}
         return {**state, "_snapshot": {**state["_snapshot"], "_main_snapshot": main}} if "_snapshot" in state else main
 
     def check(self, name: str, state: Mapping[str, Any]) -> None:

@@ -1,13 +1,9 @@
 """Defines a codec: a way to store one chunk of a shard, alone or as a delta to the same chunk of a base.
 
-There are two kinds. `Standalone` decodes a chunk without other data. `Delta` needs the *base*, another snapshot of the
-run: the newest keyframe, or the previous snapshot and so on down to the keyframe. A keyframe has only standalone
-chunks; any other snapshot has them where a delta would not be smaller, or not exact enough.
-
-A lossy codec returns something near. The error is measured, not assumed: the writer decodes each delta at once and
-keeps it only if it is within the limit (`_save.packing`). Invariant of all codecs: whatever bytes `decode` is given, it
-allocates at most a few times the chunk's length and returns exactly that length; its result is the same on every
-machine, bit for bit.
+`Standalone` decodes a chunk without other data. `Delta` needs the *base*, another snapshot of the run: the newest
+keyframe, or the previous snapshot and so on down to the keyframe. The error of a lossy codec is measured, not assumed
+(`_save.packing`). Invariant of all codecs: whatever bytes `decode` is given, it allocates at most a few times the
+chunk's length and returns exactly that length; its result is the same on every machine, bit for bit.
 """
 
 from __future__ import annotations

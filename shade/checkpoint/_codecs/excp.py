@@ -2,26 +2,14 @@
 
 This is ExCP's checkpoint compression. A pruned item is 0: a weight keeps the value of the previous snapshot, a moment
 is lost. A kept item becomes the nearest of up to 15 centres, which k-means finds for each tensor's part of a chunk, and
-is stored in four bits. As published, the error is limited only to 1, relative. It is measured and recorded with every
-snapshot; a run that resumes from one has lost most of its moments. A smaller limit (``max_error=``) stores what exceeds
-it exactly.
-
-Stored for N lossy items, one tensor's part after the other: 1 if the centres are added to the base's items, 0 if they
-replace them (u8); number of centres (u8); centres (float32); an index per item in four bits, the lower half of a byte
-first: 0 for a pruned item, else 1 + the number of its centre.
-
-`Survey` chooses what is kept. A weight's difference is kept if it exceeds the median difference of its tensor times
-min(2.5, α / √mean(v)); its moments if the first moment exceeds β times its mean and the difference is kept (α = 5·10⁻⁵,
-β = 2: the published values). The i-th parameter of an optimizer is the i-th tensor of the model that has its shape. If
-a weight's moments lie in another rank's shard, the weight is judged by its difference alone, and moments by their size.
-
-`cluster` is k-means on a line without a sort: numbers are counted by the upper half of their float32 bits, which sorts
-them into at most 65 536 bins no wider than 2⁻⁷ of their content, and Lloyd's iteration moves the borders between bins.
+is stored in four bits; docs/format.md §5 has the bytes. As published, the error is limited only to 1, relative: it is
+measured and recorded with every snapshot, and a run that resumes from one has lost most of its moments. A smaller limit
+(``max_error=``) stores what exceeds it exactly.
 
 References:
     Li et al., "ExCP: Extreme LLM Checkpoint Compression via Weight-Momentum Joint Shrinking", ICML 2024, §3.2, and
     excp/compress_pythia.py. Ours clusters a chunk's part instead of a tensor, keeps centres in float32, and packs with
-    zstandard instead of 7-Zip. `benchmarks/bench_codecs.py` compares the clustering with scikit-learn's.
+    zstandard instead of 7-Zip.
 """
 
 from __future__ import annotations
@@ -75,23 +63,23 @@ class ExCPCodec(LossyDelta):
 
     @override
     def decode_items(self, encoded: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
-        place = 0
+        position = 0
         for _, here in item_ranges(spans):
             length = here.stop - here.start
-            head = encoded[place : place + 2]
+            head = encoded[position : position + 2]
             if len(head) < 2 or head[0] > 1 or head[1] > CENTRES:
                 raise CorruptCheckpointError("expected the centres of a tensor's part, got other bytes")
-            centres_end = place + 2 + 4 * int(head[1])
-            place = centres_end + (length + 1) // 2
-            if place > len(encoded):
+            centres_end = position + 2 + 4 * int(head[1])
+            position = centres_end + (length + 1) // 2
+            if position > len(encoded):
                 raise CorruptCheckpointError(f"expected {length} indices, got too few bytes")
             values = np.zeros(CENTRES + 1, "<f4")
             values[1 : 1 + int(head[1])] = encoded[centres_end - 4 * int(head[1]) : centres_end].view("<f4")
-            pairs = encoded[centres_end:place]
+            pairs = encoded[centres_end:position]
             indices = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:length]
             base_N[here] = base_N[here] + values[indices] if head[0] else values[indices]
-        if place != len(encoded):
-            raise CorruptCheckpointError(f"expected {place} bytes of indices, got {len(encoded)}")
+        if position != len(encoded):
+            raise CorruptCheckpointError(f"expected {position} bytes of indices, got {len(encoded)}")
         return base_N
 
     @override
@@ -121,6 +109,8 @@ def cluster(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
     """Clusters finite numbers, at least one, by k-means into ``num_clusters`` at most, 1 … 255. Returns the centres,
     ascending, and for each number the index of its centre."""
+    # K-means on a line without a sort: counted by the upper half of their bits, numbers lie in at most 65 536 bins no
+    # wider than 2⁻⁷ of their content, and Lloyd's iteration moves the borders between bins.
     keys_N = _keys(values_N)
     counts = np.bincount(keys_N, minlength=_BINS)
     (used,) = np.nonzero(counts)
@@ -218,6 +208,7 @@ class Survey:
             if "exp_avg_sq" in moments:
                 second = float(np.mean(self._items(self._data, moments["exp_avg_sq"]), dtype=np.float64))
                 steepness = min(_STEEPEST, ALPHA / second**0.5) if second > 0 else _STEEPEST
+            # As published: the median difference of the tensor times min(2.5, α / √mean(v)).
             kept: npt.NDArray[np.bool_] = change > np.median(change) * steepness
             return kept
 
@@ -225,6 +216,7 @@ class Survey:
         if "exp_avg" in moments:
             with np.errstate(over="ignore", invalid="ignore"):
                 size = np.abs(self._items(self._data, moments["exp_avg"]))
+                # As published: β times the mean of the first moment, and the weight's difference is kept.
                 large = size > BETA * np.mean(size, dtype=np.float64)
             kept = large if kept is None else kept & large
         for name in moments.values():
@@ -258,16 +250,18 @@ def _owners(entries: Mapping[str, TensorEntry], order: list[str]) -> dict[str, d
     """Returns the moments of each weight."""
     weights = [name for name in order if name in entries and not _MOMENT.fullmatch(name)]
     owners: dict[str, dict[str, str]] = {}
-    place, optimizer = 0, None
+    position, optimizer = 0, None
     for (which, _), moments in _moments(entries).items():
         if which != optimizer:
-            place, optimizer = 0, which
+            position, optimizer = 0, which
         shape = next(iter(entries[name].shape for name in moments.values()))
-        later = range(place, len(weights))
+        # The i-th parameter of an optimizer is the i-th tensor of the model that has its shape. Moments in another
+        # rank's shard are not seen: that weight is judged by its difference alone.
+        later = range(position, len(weights))
         match = next(
             (each for each in later if weights[each] not in owners and entries[weights[each]].shape == shape), None
         )
         if match is not None:
             owners[weights[match]] = moments
-            place = match + 1
+            position = match + 1
     return owners

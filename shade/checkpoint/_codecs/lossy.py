@@ -90,8 +90,8 @@ class LossyDelta(Delta):
             raise CorruptCheckpointError(f"expected a chunk with items for {self.name}, got one without")
         made = np.frombuffer(base, np.uint8).copy()
         base_N = _joined(made, lossy).copy()
-        place = len(flags)
-        head = place + sum(each.stop - each.start for each in kept)
+        position = len(flags)
+        head = position + sum(each.stop - each.start for each in kept)
         least, most = self.encoded_lengths(len(base_N))
         if not least <= len(encoded) - head <= most:
             raise CorruptCheckpointError(
@@ -101,13 +101,13 @@ class LossyDelta(Delta):
             items_N = self.decode_items(encoded[head:].copy(), base_N, lossy)
         for each in kept:
             length = each.stop - each.start
-            made[each] = encoded[place : place + length]
-            place += length
-        place = 0
+            made[each] = encoded[position : position + length]
+            position += length
+        position = 0
         for span in lossy:
             length = (span.stop - span.start) // 4
-            made[span.start : span.stop] = items_N[place : place + length].view(np.uint8)
-            place += length
+            made[span.start : span.stop] = items_N[position : position + length].view(np.uint8)
+            position += length
         return made.data
 
 
@@ -130,11 +130,11 @@ def _joined(whole: Raw, spans: Sequence[Span]) -> Items:
 
 def item_ranges(spans: Sequence[Span]) -> Iterator[tuple[Span, slice]]:
     """Yields each span with the range of its items among the lossy ones."""
-    place = 0
+    position = 0
     for span in spans:
         length = (span.stop - span.start) // 4
-        yield span, slice(place, place + length)
-        place += length
+        yield span, slice(position, position + length)
+        position += length
 
 
 DENSITY: Final = 0.01
@@ -155,7 +155,7 @@ class TopKDelta(LossyDelta):
 
     References:
         AsymCheck, DAC 2026: density 0.01, top k within each chunk. Ours differs in sign, feedback and measured bound,
-        and selects per tensor: moments move a hundred times as far as weights, and would take all places of a chunk.
+        and selects per tensor: moments move a hundred times as far as weights, and would take all items of a chunk.
     """
 
     name: ClassVar[str] = "topk-delta"
@@ -165,12 +165,12 @@ class TopKDelta(LossyDelta):
         difference_N = items_N - base_N
         if not np.isfinite(difference_N).all():
             return None
-        places_K = np.concatenate([_largest(difference_N[here]) + here.start for _, here in item_ranges(spans)]).astype(
-            "<u4"
-        )
-        kept = len(places_K)
-        gaps_K = np.diff(places_K, prepend=places_K.dtype.type(0))
-        return transpose(np.concatenate([gaps_K.view(np.uint8), difference_N[places_K].view(np.uint8)]), 2 * kept, 4)
+        positions_K = np.concatenate(
+            [_largest(difference_N[here]) + here.start for _, here in item_ranges(spans)]
+        ).astype("<u4")
+        kept = len(positions_K)
+        gaps_K = np.diff(positions_K, prepend=positions_K.dtype.type(0))
+        return transpose(np.concatenate([gaps_K.view(np.uint8), difference_N[positions_K].view(np.uint8)]), 2 * kept, 4)
 
     @override
     def decode_items(self, encoded: Raw, base_N: Items, spans: Sequence[Span]) -> Items:
@@ -178,10 +178,10 @@ class TopKDelta(LossyDelta):
             raise CorruptCheckpointError(f"expected pairs of a gap and a difference, got {len(encoded)} bytes")
         flat = transpose(encoded, 4, len(encoded) // 4)
         gaps_K, difference_K = flat[: len(flat) // 2].view("<u4"), flat[len(flat) // 2 :].view("<f4")
-        places_K = np.cumsum(gaps_K, dtype=np.uint64)
-        if not gaps_K[1:].all() or places_K[-1] >= len(base_N):
-            raise CorruptCheckpointError(f"expected places among {len(base_N)} items, each once, got others")
-        base_N[places_K] += difference_K
+        positions_K = np.cumsum(gaps_K, dtype=np.uint64)
+        if not gaps_K[1:].all() or positions_K[-1] >= len(base_N):
+            raise CorruptCheckpointError(f"expected positions among {len(base_N)} items, each once, got others")
+        base_N[positions_K] += difference_K
         return base_N
 
     @override

@@ -1,26 +1,12 @@
 """Moves one run's snapshots from the cluster's memory into durable storage while the training continues.
 
 A slot's dirty bit says that its snapshot is in memory only. It is cleared after the storage's commit has returned,
-fsync and rename included. So after any crash a committed snapshot is still in memory and still marked, and what is half
-written in storage has no record. A snapshot that storage has already is recognised by the digest of its record.
+fsync and rename included. Newest first: when training outruns storage, the user wants the newest state durable, not a
+queue of old ones, so of the others only those are written that the retention rules would keep (decision 0011).
+Invariant: a bit is cleared only when that snapshot, or a newer one of the run, is committed in storage.
 
-Newest first. When training outruns storage, the user wants the newest state durable, not a queue of old ones. So the
-newest is written first, and of the others only those that the retention rules would keep; the rest is marked clean as
-soon as a newer one is durable, which frees their slots (docs/decisions/0011-flusher.md). Invariant: a bit is cleared
-only when that snapshot, or a newer one of the run, is committed in storage.
-
-A snapshot is written after its base, however new it is: storage never has a delta without its base. Memory keeps a base
-as long as something in memory builds on it, so it can be written even if storage has removed it since.
-
-Reading and writing overlap: each alone leaves the other idle. A chunk goes from the socket into a ring of buffers, is
-verified there, from any copy that memory has, and goes to the disk from there, without a copy or new memory.
-
-How many chunks are fetched at once is measured (`FetchPace`). Each fetch costs a fixed time T_d for the round trip and
-the threads. The first write waits for the first fetch, which takes T_c per chunk. So there is a best number of chunks:
-AsymCheck's B* = √(C·T_d·C_i / T_c), see `_pacing.batching`. T_d and T_c come from a line through the times of the last
-fetches. The first fetches of every snapshot bring 1, 2, 4 and 8 chunks, which gives the line different points and the
-disk an early start. Encoded chunks may be tiny, and then hundreds are fetched at once; a whole chunk is enough for one
-fetch.
+A snapshot is written after its base, however new it is: storage never has a delta without its base. Reading and writing
+overlap, through a ring of buffers; `FetchPace` measures how many chunks are fetched at once.
 """
 
 from __future__ import annotations
@@ -78,7 +64,10 @@ class FetchPace:
     def num_chunks(self, num_all: int) -> int:
         """Returns the number of chunks of the next fetch, at least 1; ``num_all`` is that of the snapshot."""
         if self._num_tried < len(_FIRST_FETCHES):
+            # Different numbers give the line different points, and the disk an early start.
             return _FIRST_FETCHES[self._num_tried]
+        # Each fetch costs a fixed time and a time a chunk; the first write waits for the first fetch. So there is a
+        # best number of chunks, AsymCheck's B* (`_pacing.batching`).
         line = Line.fit([(num, statistics.median(seconds)) for num, seconds in self._seconds.items()])
         return max(1, round(best_batch_bytes(num_all, line.alpha, 1, line.beta)))
 
@@ -129,10 +118,10 @@ def _pages(num_bytes: int) -> int:
 
 
 AHEAD_FETCHES: Final = 2
-"""Fetches that are done and not written yet."""
+"""Most fetches that are done and not written yet."""
 FIRST_WAIT_SECONDS: Final = 0.5
 LONGEST_WAIT_SECONDS: Final = 30.0
-"""Between attempts; doubles each time."""
+"""Longest wait between two attempts; each wait is twice the one before."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -226,24 +215,24 @@ class Flusher:
         newest = max((record.sequence for record in stored.values()), default=-1)
         dirty, wanted = self._skip_or_queue(dirty, stored)
         lasting = {record.digest for record in self.keep.lasting.kept(record for _, record in dirty)}
-        for place, record in dirty:
+        for location, record in dirty:
             if record.digest in lasting:
-                self.memory.hold(place)
+                self.memory.hold(location)
         lost: CorruptCheckpointError | None = None
-        for place, record in wanted:
+        for location, record in wanted:
             began = self._clock()
             try:
-                num_bytes = sum(self._make_durable(*each) for each in self._missing_chain(place, record))
+                num_bytes = sum(self._make_durable(*each) for each in self._missing_chain(location, record))
             except _StopRequestedError:
                 return None
             except CorruptCheckpointError as error:
-                if not self.memory.is_dirty(place):  # a newer snapshot has taken the slot
+                if not self.memory.is_dirty(location):  # a newer snapshot has taken the slot
                     continue
                 if record.digest not in self._damaged:
                     logger.error("cannot flush, will try again: %s", error)
                 elif record.sequence < newest and not self.storage.damaged and self.memory.is_complete():
                     logger.error("%s step %d is given up: damaged in every copy in memory", record.run, record.step)
-                    self.memory.mark_clean(place, record.step)
+                    self.memory.mark_clean(location, record.step)
                     continue
                 self._damaged.add(record.digest)
                 lost = error
@@ -269,40 +258,44 @@ class Flusher:
         newest = max((record.sequence for record in durable.values()), default=-1)
         kept = {record.digest for record in self.keep.kept([*durable.values(), *(record for _, record in dirty)])}
         left = []
-        for place, record in dirty:
+        for location, record in dirty:
+            # Written before a crash that came between its commit and the clearing of its bit.
             if record.digest in durable:
-                self.memory.mark_clean(place, record.step)
+                self.memory.mark_clean(location, record.step)
             elif record.sequence < newest and record.digest not in kept:
                 logger.info("%s step %d is skipped: a newer one is durable", record.run, record.step)
-                self.memory.mark_clean(place, record.step)
+                self.memory.mark_clean(location, record.step)
             else:
-                left.append((place, record))
+                left.append((location, record))
         newest_first = sorted(left, key=lambda each: each[1].sequence, reverse=True)
-        return left, [(place, record) for place, record in newest_first if record.digest in kept]
+        return left, [(location, record) for location, record in newest_first if record.digest in kept]
 
-    def _missing_chain(self, place: str, record: Commit) -> list[tuple[str, Commit]]:
+    def _missing_chain(self, location: str, record: Commit) -> list[tuple[str, Commit]]:
         """Returns a snapshot and those of its bases that storage lacks, the keyframe first."""
         if record.base is None:
-            return [(place, record)]
-        places = {held.digest: (place, held) for place, held in self.memory.held().items()}
+            return [(location, record)]
+        locations = {held.digest: (location, held) for location, held in self.memory.held().items()}
         durable = {held.digest for held in self.storage.held().values()}
-        known = {digest: held for digest, (_, held) in places.items()}
+        known = {digest: held for digest, (_, held) in locations.items()}
+        # Memory keeps a base as long as something there builds on it, so it can be written even if storage has let it
+        # go.
         below = [*itertools.takewhile(lambda base: base.digest not in durable, lineage(record, known))]
         missing = (below[-1] if below else record).base
         if missing is not None and missing not in durable:
             raise CorruptCheckpointError(f"step {record.step} builds on a snapshot ({missing}) that is lost")
-        return [*(places[base.digest] for base in reversed(below)), (place, record)]
+        return [*(locations[base.digest] for base in reversed(below)), (location, record)]
 
-    def _make_durable(self, place: str, record: Commit) -> int:
+    def _make_durable(self, location: str, record: Commit) -> int:
         """Writes one snapshot, clears its bit, and returns its bytes."""
-        self.memory.hold(place)
-        num_bytes = self._write(place, record)
-        self.memory.mark_clean(place, record.step)
+        self.memory.hold(location)
+        # Cleared after the commit, never before: after any crash a snapshot is still in memory and still marked.
+        num_bytes = self._write(location, record)
+        self.memory.mark_clean(location, record.step)
         return num_bytes
 
-    def _write(self, place: str, record: Commit) -> int:
+    def _write(self, location: str, record: Commit) -> int:
         """Writes and commits one snapshot, and returns its bytes."""
-        snapshot = Snapshot(record, (SnapshotSource(self.memory, place),))
+        snapshot = Snapshot(record, (SnapshotSource(self.memory, location),))
         manifests = [self._reader.manifest(snapshot, rank) for rank in range(record.world_size)]
         self._check()
         sizes = [manifest.stored_bytes for manifest in manifests]
@@ -326,7 +319,7 @@ class Flusher:
         finally:
             self._progress.end()
             with contextlib.suppress(StoreError):
-                self.memory.release_hold(place)
+                self.memory.release_hold(location)
         return sum(sizes)
 
     def _count_bytes(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
@@ -403,6 +396,7 @@ def _fetch(
         for numbers in batches(lengths, pace, num_all):
             buffers = ring.take([lengths[number] for number in numbers])
             begun = time.perf_counter()
+            # From the socket into the ring, verified there, and from there to the disk: no copy, no new memory.
             reader.fill(snapshot, manifest, numbers, buffers)
             pace.fetched(len(numbers), time.perf_counter() - begun)
             yield buffers

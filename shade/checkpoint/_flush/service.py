@@ -3,15 +3,8 @@
 ``python -m shade.checkpoint._flush.service`` (for users: ``shade checkpoint flush``) serves one run, or every run that
 it finds in a store. It may be killed at any moment: see `_flush.flusher`. A `Checkpointer` calls `is_served`, and then
 `start_flusher` if no flusher serves its run. That process is detached; it ends when everything is durable and the run
-has called `mark_ended` or has been silent for long.
-
-Race of an ending flusher and a starting run: the run removes its end mark, then calls `is_served`; the flusher releases
-its run lock, then reads the end mark. In any order, either the run finds no lock and starts a flusher, or the flusher
-finds no mark and continues.
-
-One thread serves all runs of a store, which share a network and a disk anyway. It holds a run lock for each run, so
-that a second flusher leaves the run alone. A store or storage that is down is waited for; only a flusher that was
-started for one run gives up when its store has been silent for long.
+has called `mark_ended` or has been silent for long. One thread serves all runs of a store, and holds a run lock for
+each, so that a second flusher leaves the run alone.
 """
 
 from __future__ import annotations
@@ -74,22 +67,12 @@ def mark_ended(store: Store, run: str) -> None:
 
 
 def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAULT, *, log: Path | None = None) -> int:
-    """Starts a detached flusher, and waits until it serves.
+    """Starts a detached flusher, waits until it serves, and returns its process id. The store's password is passed
+    through the environment. Without a ``log`` it writes one in this machine's shared memory, which it removes when it
+    ends with everything durable.
 
-    Args:
-        store_url: URL of the store; its password is passed through the environment.
-        persist_url: URL of durable storage; a relative path starts at the working directory.
-        run: The run id.
-        keep: Retention rules: see `Keep.parse`.
-        log: Log file; appended to, its folder is created. None: a log in this machine's shared memory, which the
-            flusher removes when it ends with everything durable.
-
-    Returns:
-        Its process id.
-
-    Raises:
-        ConfigError: The log cannot be written, or the store ends with this process.
-        CheckpointError: It ended at once, or is not ready after 30 s; the message has the end of its log.
+    Raises ConfigError if the log cannot be written or the store ends with this process, and CheckpointError, with
+    the end of its log, if it ended at once or is not ready after 30 s.
     """
     url = StoreURL.parse(store_url)
     if url.scheme in ("memory", "local"):
@@ -219,26 +202,12 @@ def serve(
     patience_seconds: float = PATIENCE_SECONDS,
     progress: Progress | None = None,
 ) -> bool:
-    """Flushes until nothing is left to wait for.
+    """Flushes until nothing is left to wait for, as ``until`` says; returns whether everything that was found is
+    durable. Without a ``run`` it serves every run found in the store, now and later, that no other flusher serves.
+    ``stop`` ends it promptly: a write in progress is abandoned, its slot stays dirty.
 
-    Args:
-        store_url: URL of the store.
-        persist_url: URL of durable storage.
-        run: The run id; None for every run found in the store, now and later, that no other flusher serves.
-        keep: Retention rules.
-        until: When to return; `Until.ENDED` is for one run.
-        stop: Ends it promptly; a write in progress is abandoned, its slot stays dirty.
-        patience_seconds: See `PATIENCE_SECONDS`.
-        progress: Receives each snapshot and chunk.
-
-    Returns:
-        Whether everything that was found is durable.
-
-    Raises:
-        ConfigError: A URL is invalid.
-        StoreError: The store does not answer at the start; later it is waited for.
-        StorageError: The storage does not answer at the start; later it is waited for.
-        CheckpointError: Another flusher serves the run, or has taken it over.
+    Raises ConfigError for an invalid URL, StoreError or StorageError if one does not answer at the start (later it
+    is waited for), and CheckpointError if another flusher serves the run, or has taken it over.
     """
     stop = stop or threading.Event()
     with contextlib.ExitStack() as resources:

@@ -1,17 +1,13 @@
 """Defines the manifest and the commit record: what a snapshot consists of, and what makes it exist.
 
-A snapshot of W ranks is W shards. A shard is the rank's tensors laid end to end (the data of a safetensors file) and
-cut into chunks of equal length, each hashed as it is stored. The shard's *manifest* lists tensors and chunks. The
-*commit record* lists the digests of the manifests and contains its own digest. It is written last and is the same in
-every tier: a snapshot whose record is missing or does not match does not exist. Both are JSON (docs/format.md).
+A snapshot of W ranks is W shards, each cut into chunks of equal length that are hashed as they are stored. The shard's
+*manifest* lists tensors and chunks. The *commit record* lists the digests of the manifests, is written last and is the
+same in every tier: a snapshot whose record is missing or does not match does not exist. Both are JSON (docs/format.md).
+A version 2 snapshot may build on another, its *base*.
 
-A snapshot that needs no other is written as version 1. A version 2 snapshot may build on another, its *base*, which the
-record names by its digest. Each of its chunks states its codec and the digest of its data before the codec; where the
-data is not exactly what was saved, the manifest bounds the error of each tensor.
-
-Parsing checks every type and range, that the tensors tile the shard, that number and lengths of the chunks fit, and
-that the bytes are the canonical ones. Invariant: bytes that pass `Manifest.parse(…, digest)` with a digest from a
-parsed `Commit` are the bytes that the rank wrote, or 128 bits of xxh3 have collided.
+Parsing checks every type and range, and that the bytes are the canonical ones. Invariant: bytes that pass
+`Manifest.parse(…, digest)` with a digest from a parsed `Commit` are the bytes that the rank wrote, or 128 bits of xxh3
+have collided.
 """
 
 from __future__ import annotations
@@ -170,14 +166,14 @@ class Manifest:
     def tensors_between(self, first: int, last: int) -> Iterator[tuple[str, TensorEntry]]:
         """Yields name and entry of the tensors that have bytes between ``first`` and ``last``, in order."""
         starts, names = self._order
-        place = max(0, bisect_right(starts, first) - 1)
-        while place and starts[place] == starts[place - 1]:  # behind empty tensors
-            place -= 1
-        while place < len(names) and starts[place] < last:
-            entry = self.tensors[names[place]]
+        number = max(0, bisect_right(starts, first) - 1)
+        while number and starts[number] == starts[number - 1]:  # behind empty tensors
+            number -= 1
+        while number < len(names) and starts[number] < last:
+            entry = self.tensors[names[number]]
             if entry.start < entry.stop and entry.stop > first:
-                yield names[place], entry
-            place += 1
+                yield names[number], entry
+            number += 1
 
     def chunks_of(self, names: Iterable[str]) -> list[int]:
         """Returns the numbers of the chunks that hold some tensors, ascending, each once.

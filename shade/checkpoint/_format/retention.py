@@ -75,7 +75,7 @@ class Keep:
         return cls(last, every, tuple(best), everything)
 
     def kept(self, records: Iterable[Commit], others: Iterable[Commit] = ()) -> list[Commit]:
-        """Returns the records that stay, newest first, of every snapshot that a run has in one place. ``others`` may
+        """Returns the records that stay, newest first, of every snapshot that a run has in one location. ``others`` may
         arrive there later: their bases stay too."""
         newest_first = sorted(records, key=lambda record: (record.sequence, record.step), reverse=True)
         if self.all:

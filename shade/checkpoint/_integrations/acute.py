@@ -3,26 +3,15 @@
 ::
 
     communicator, train_node, remote_node = shade.init_acute(args)
-    for epoch in …:
-        …
-        train_node.wait_copy_complete()       # before optimizer.step()
-        optimizer.step()
-        …
-        train_node.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch})
+    …
+    train_node.wait_copy_complete()       # before optimizer.step()
+    optimizer.step()
+    train_node.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch})
     shade.destroy_acute()
 
-The originals (ACUTE: IEEE Access 12, pp. 116891–116904, 2024; DASH is the same code under other names) run W trainers
-and one remote node as W + 1 processes of one MPI job. The differences:
-
-* *The remote node is no rank.* It is a Redis server and `shade checkpoint flush`, separate processes on the memory
-  node, so a preempted trainer takes nothing with it. All ranks train, under torchrun or mpirun; `RemoteNode` describes.
-* *Waiting waits*, under both names that the original gave it. A save during a copy waits. No save is lost, and no
-  number of saves has to be reached: a run may stop at any time.
-* *Every rank sends its share* of state that is the same on all ranks; ``shard_size`` is accepted and ignored.
-* *A run can be restored*: ``snapshot_path`` is ``latest``, or a folder or file of a snapshot, and `TrainNode.restore`
-  returns the state.
-
-Decision 0013 explains the names of files.
+Unlike in the originals (ACUTE: IEEE Access 12, pp. 116891–116904, 2024; DASH is the same code under other names) the
+remote node is no rank but a Redis server and `shade checkpoint flush`; waiting waits; every rank sends its share of
+alike state, and ``shard_size`` is ignored; a run can be restored (``snapshot_path``). Decision 0013.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """ShadeReader: loads a snapshot with `torch.distributed.checkpoint` from cluster memory and durable storage.
 
 DCP plans which rank needs which part of which saved piece, for any old and new world size. Each rank reads and verifies
-the chunks that hold those bytes, from the nearest place that has them intact. A piece of rows is a range of bytes; for
-a piece of columns everything between its first and last byte is read. Bytes pass through two windows of memory: one is
-filled while the other is copied onwards. So a load needs little memory beside its target, and faults that little in
-once. Values are cast to the target's type, as in DCP.
-
-Nothing that was stored is unpickled. DCP's `DefaultLoadPlanner.load_bytes` would do so (`torch.load` with
-``weights_only=False``), so objects are put directly where it would put them. A planner that overrides `load_bytes`
-receives bytes that `torch.save` has just made here from the plain types of the skeleton.
-
-`gather_state` gathers a sharded snapshot in one process, for exports; it needs memory for the whole state. It is nested
-as DCP's planner says; dicts come back with string keys, as DCP has them.
+the chunks that hold those bytes, from the nearest location that has them intact. A piece of rows is a range of bytes;
+for a piece of columns everything between its first and last byte is read. Bytes pass through two windows of memory: one
+is filled while the other is copied onwards. Nothing that was stored is unpickled. `gather_state` gathers a sharded
+snapshot in one process, for exports; it needs memory for the whole state.
 """
 
 from __future__ import annotations
@@ -103,7 +96,7 @@ class ShadeReader(StorageReader):
         super().__init__()
         check_run_name(run)
         if store is None and persist_to is None:
-            raise ConfigError.of("a place where snapshots are", "neither store nor persist_to", "name at least one")
+            raise ConfigError.of("a location where snapshots are", "neither store nor persist_to", "name at least one")
         self._store, self._persist_to, self._run = store, persist_to, run
         self.step = step
         self._resources = contextlib.ExitStack()
@@ -143,7 +136,7 @@ class ShadeReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Checks that all ranks load the same snapshot, and adds which pieces more than one rank reads."""
         if len({plan.storage_data for plan in plans}) > 1:
-            cure = "name one: checkpoint_id='120', or step=120; and see that all ranks reach the same places"
+            cure = "name one: checkpoint_id='120', or step=120; and see that all ranks reach the same locations"
             raise CheckpointError.of("the same newest snapshot on every rank", "different ones", cure)
         wanted = [{item.storage_index for item in plan.items} for plan in plans]
         readers = Counter(chain.from_iterable(wanted))
@@ -316,8 +309,8 @@ class _Window:
         """Reads a group; a chunk that the window before holds is copied from there."""
         manifest, here = group.shard.manifest, memoryview(self._map)
         self._shard, self._start = group.shard, group.numbers[0] * manifest.chunk_bytes if group.numbers else 0
-        places = {number: number * manifest.chunk_bytes - self._start for number in group.numbers}
-        self._chunks = {number: here[at : at + manifest.data_length(number)] for number, at in places.items()}
+        offsets = {number: number * manifest.chunk_bytes - self._start for number in group.numbers}
+        self._chunks = {number: here[at : at + manifest.data_length(number)] for number, at in offsets.items()}
         held = before._chunks.keys() & self._chunks.keys() if before._shard is group.shard else set()
         for number in held:
             self._chunks[number][:] = before._chunks[number]
@@ -326,10 +319,10 @@ class _Window:
 
     def tensor(self, request: _ReadRequest) -> torch.Tensor:
         """Returns what was requested, in this memory."""
-        place = request.span.start - self._start
+        offset = request.span.start - self._start
         count = len(request.span) // request.dtype.itemsize
         flat = (
-            torch.frombuffer(self._map, dtype=request.dtype, count=count, offset=place)
+            torch.frombuffer(self._map, dtype=request.dtype, count=count, offset=offset)
             if count
             else torch.empty(0, dtype=request.dtype)
         )

@@ -1,17 +1,10 @@
 """Packs one rank's part of a DCP checkpoint into a shard, and converts DCP's metadata to plain types.
 
 A snapshot of W ranks is W + 1 shards: one per rank, with what DCP's plan gave it to write, and a last small one with
-DCP's metadata. The root of each tree has the key ``dcp``; a rank's tree has ``tensors``, by name and offset
-(``layer.weight[4,0]``), and ``objects``, everything that is no tensor.
-
-Data that lies in memory as it is stored is not copied: chunks are views of the live tensors, and only a chunk that
-spans two allocations is joined in a buffer. (What `dcp_stager` staged lies in one allocation, in the order of the
-shard.) So the same memory is read twice, to hash and to write, and `PackedState.check` reads it a third time.
-Invariant: data that passes did not change from the first read to the last, or 128 bits collided.
-
-DCP's metadata, which DCP itself pickles, becomes dicts, lists, strings and numbers, so that `_capture.flatten` makes
-JSON of it. Fields that a version of PyTorch lacks (2.8 has no strides) are skipped when read. The planner's data,
-usually names by path, may be anything that `flatten` takes. Invariant: ``from_plain(to_plain(metadata)) == metadata``.
+DCP's metadata (docs/format.md §6). Data that lies in memory as it is stored is not copied: chunks are views of the live
+tensors, and only a chunk that spans two allocations is joined in a buffer. Invariants: data that passes
+`PackedState.check` did not change from the first read to the last, or 128 bits collided;
+``from_plain(to_plain(metadata)) == metadata``.
 """
 
 from __future__ import annotations
@@ -202,8 +195,8 @@ class _Memory:
 
     def view(self, start: int, stop: int) -> memoryview:
         """Returns a view of contiguous bytes."""
-        place = bisect_right(self._starts, start) - 1
-        address = self._runs[place][0] + start - self._starts[place]
+        number = bisect_right(self._starts, start) - 1
+        address = self._runs[number][0] + start - self._starts[number]
         array = (ctypes.c_ubyte * (stop - start)).from_address(address)
         return memoryview(array).cast("B")
 

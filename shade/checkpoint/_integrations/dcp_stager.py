@@ -1,16 +1,11 @@
 """ShadeStager: stages a state for `dcp.async_save` with one memcpy into warm memory, or during the next step.
 
-DCP saves a copy of the state while training continues; a stager makes the copy. This one copies into one block of
-shared memory, touched in advance and reused, with the C library's memcpy, in the order in which our writer lays out a
-shard: so the writer hashes and sends it in place, and DCP's checkpoint process reads it there.
+It copies into one block of shared memory, touched in advance and reused, in the order in which our writer lays out a
+shard: so the writer hashes and sends it in place, and DCP's checkpoint process reads it there. With optimizers it
+returns before the copy: a thread copies what only their steps change, and the steps wait for it, by a hook.
 
-With optimizers it returns before the copy: a thread copies what only their steps change, parameters and their own
-state, while forward and backward run; everything else is copied at once. Their steps wait for the copy, by a hook.
-
-A block is reused when nothing holds what was staged in it; while a save is in progress the next one takes a second
-block. A tensor that changes during the copy is detected (`_buffer.tensor_copy`). An exception here would leave the
-other ranks waiting in DCP's collectives, so the stager returns an object that raises when DCP plans the save, which DCP
-reports to all ranks. Invariant: what is saved did not change during the copy, or the save fails on every rank.
+A block is reused when nothing holds what was staged in it. Invariant: what is saved did not change during the copy
+(`_buffer.tensor_copy`), or the save fails on every rank.
 """
 
 from __future__ import annotations
@@ -263,7 +258,7 @@ def _mapped(value: Any, path: str, on_leaf: Callable[[str, Any], Any], kind: typ
         pairs = ((key, _mapped(each, f"{before}{key}", on_leaf, kind)) for key, each in value.items())
         return OrderedDict(pairs) if type(value) is OrderedDict else dict(pairs)
     if type(value) in (list, tuple):
-        return type(value)(_mapped(each, f"{before}{place}", on_leaf, kind) for place, each in enumerate(value))
+        return type(value)(_mapped(each, f"{before}{number}", on_leaf, kind) for number, each in enumerate(value))
     return copy.deepcopy(value)
 
 

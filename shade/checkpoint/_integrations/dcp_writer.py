@@ -1,16 +1,14 @@
 """ShadeWriter: saves with `torch.distributed.checkpoint` into cluster memory and durable storage.
 
-DCP plans which rank writes what and gathers the outcomes; this module stores. The life of a save, and of a crash:
+DCP plans which rank writes what and gathers the outcomes; this module stores:
 
-1. The coordinator prepares a place in the first tier that has scratch; each rank learns it with its plan.
+1. The coordinator prepares a location in the first tier that has scratch; each rank learns it with its plan.
 2. Every rank packs what the plan gives it into one shard (`_integrations.dcp_shard`), puts it there, and checks that it
-   has not changed meanwhile. Objects are taken from the planner before `torch.save` pickles them.
+   has not changed meanwhile.
 3. DCP gathers the outcomes; if one rank fails, all do, and `finish` is not called.
 4. The coordinator puts DCP's metadata as the last shard, then the commit record. Before that nothing is visible.
 
-DCP makes the ranks agree, so nothing here is collective; as DCP's own collectives demand, saves run one at a time. Many
-scripts create a writer for every save, and some pickle it to another process. So what is open (connections, the run
-lock, the flusher of a store) belongs to the process and not to a writer; `release` or the end of the process closes it.
+Nothing here is collective. What is open (connections, run lock, flusher) belongs to the process and not to a writer.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ def names_step(checkpoint_id: str | os.PathLike[str]) -> bool:
 class _Assignment:
     """Sent by the coordinator to a rank."""
 
-    place: str
+    location: str
     tier: str
     identity: Identity
     sequence: int
@@ -149,16 +147,16 @@ class ShadeWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Prepares a place on the coordinator, and adds it to each rank's plan."""
+        """Prepares a location on the coordinator, and adds it to each rank's plan."""
         held, step = self._held(), self._step()
         self._saved_at = time.time()
         sequence = held.next_sequence()
-        tier, place = self._target = self._prepare(held, step, [*map(_estimate, plans), 0])
+        tier, location = self._target = self._prepare(held, step, [*map(_estimate, plans), 0])
         return [
             replace(
                 plan,
                 storage_data=_Assignment(
-                    place, tier.name, Identity(self._address.run, step, rank, len(plans) + 1), sequence
+                    location, tier.name, Identity(self._address.run, step, rank, len(plans) + 1), sequence
                 ),
             )
             for rank, plan in enumerate(plans)
@@ -182,7 +180,7 @@ class ShadeWriter(StorageWriter):
                 tensors[tensor_key(item.index)] = resolved.detach()
         packed = PackedState(assignment.identity, shard_content(tensors, objects), self._address.codec, held.scratch)
         tier = next(tier for tier in held.writable if tier.name == assignment.tier)
-        tier.put(assignment.place, packed.shard)
+        tier.put(assignment.location, packed.shard)
         packed.check()
         manifest = packed.manifest
         receipt = _Receipt(assignment.identity, assignment.sequence, manifest.digest, manifest.num_bytes)
@@ -198,7 +196,7 @@ class ShadeWriter(StorageWriter):
         """Puts the metadata and the record, on the coordinator: now the snapshot exists."""
         held = self._held()
         assert self._target is not None, "DCP finishes on the rank that prepared"
-        (tier, place), self._target = self._target, None
+        (tier, location), self._target = self._target, None
         try:
             receipts = _receipts(results, held.sequence)
             metadata.storage_data = {
@@ -209,7 +207,7 @@ class ShadeWriter(StorageWriter):
             }
             last = replace(receipts[0].identity, rank=len(receipts))
             packed = PackedState(last, {"plan": to_plain(metadata)}, self._address.codec, held.scratch)
-            tier.put(place, packed.shard)
+            tier.put(location, packed.shard)
             record = Commit(
                 run=last.run,
                 step=last.step,
@@ -219,14 +217,14 @@ class ShadeWriter(StorageWriter):
                 num_bytes=sum(receipt.num_bytes for receipt in receipts) + packed.manifest.num_bytes,
                 saved_at=self._saved_at,
             )
-            tier.commit(place, record)
+            tier.commit(location, record)
         except ShadeError:
             try:
-                tier.discard(place)
+                tier.discard(location)
             except ShadeError as error:
-                logger.warning("%s: could not tidy %s up: %s", tier.name, place, error)
+                logger.warning("%s: could not tidy %s up: %s", tier.name, location, error)
             raise
-        held.tiers.after_commit(CommitResult(tier, place))
+        held.tiers.after_commit(CommitResult(tier, location))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -280,11 +278,11 @@ class ShadeWriter(StorageWriter):
         return self.step
 
     def _prepare(self, held: OpenTiers, step: int, shard_bytes: Sequence[int]) -> tuple[Tier, str]:
-        """Prepares a place in the first tier that has scratch; logs when a tier begins and ceases to fail."""
+        """Prepares a location in the first tier that has scratch; logs when a tier begins and ceases to fail."""
         reasons = []
         for tier in held.writable:
             try:
-                place = tier.prepare(step, shard_bytes)
+                location = tier.prepare(step, shard_bytes)
             except ShadeError as error:
                 reasons.append(f"{tier.name}: {error}")
                 if tier.name not in held.failing:
@@ -296,7 +294,7 @@ class ShadeWriter(StorageWriter):
             if tier.name in held.failing:
                 held.failing.discard(tier.name)
                 logger.warning("%s works again", tier.name)
-            return tier, place
+            return tier, location
         raise CheckpointError("; ".join(reasons))
 
 
@@ -348,7 +346,7 @@ class Address:
         Keep.parse(self.keep)
         standalone_codec(self.codec)
         if self.store is None and self.persist_to is None:
-            raise ConfigError.of("a place for snapshots", "neither store nor persist_to", "name at least one")
+            raise ConfigError.of("a location for snapshots", "neither store nor persist_to", "name at least one")
 
 
 class OpenTiers:

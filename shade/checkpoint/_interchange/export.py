@@ -1,24 +1,11 @@
 """Exports a state to the files of other libraries, and loads it from them.
 
-There are three formats, each readable without this package: ``safetensors`` (one file, or several with HuggingFace's
-index), ``torch`` (one file for `torch.load` with ``weights_only=True``) and ``dcp`` (a folder for
+Three formats, each readable without this package: ``safetensors`` (one file, or several with HuggingFace's index),
+``torch`` (one file for `torch.load` with ``weights_only=True``) and ``dcp`` (a folder for
 `torch.distributed.checkpoint`). Safetensors and DCP carry the skeleton of the state, so the loaded state equals the
-saved one. The ``torch`` format has only plain types: arrays come back as tensors, deques and the like as lists. Foreign
-files are read too; nothing in a file is executed. Invariant: a path that is written appears complete or not at all.
-
-Tensors that are one in memory, as tied weights are, are written under each of their names, so that a program that knows
-nothing of our skeleton finds all of them; with the skeleton they are one again.
-
-Safetensors: the tensors lie as `_capture.layout` lays them, and the skeleton is text in the metadata, under
-``shade.tree``. We write the file, because the library wants all bytes twice and refuses tensors that share memory; the
-library reads it, because it is hardened against hostile files.
-
-DCP: written and read by DCP itself in one process. DCP flattens nested dicts to names with dots, forgets types and
-tuples, and returns the integer keys of an optimizer's state as a list. So we add entries below ``shade``: the skeleton,
-and tensors that DCP does not see as such. DCP's metadata file is a pickle; an unpickler that knows DCP's own classes
-and refuses all others reads it, and `torch.load` with ``weights_only=True`` reads the objects.
-
-`import_state` goes the other way: it makes a snapshot of a foreign state dict, one shard, written directly into a tier.
+saved one; ``torch`` has only plain types. Tensors that are one in memory are written under each of their names. Foreign
+files are read too; nothing in a file is executed. `import_state` makes a snapshot of a foreign state dict. Invariant: a
+path that is written appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -62,22 +49,8 @@ from shade.types import Bytes
 
 
 def import_state(state: dict[str, Any], tier: Tier, run: str, step: int) -> Commit:
-    """Stores a state as the run's newest snapshot.
-
-    Args:
-        state: State dict by the names of attached objects.
-        tier: Tier to write to.
-        run: The run id.
-        step: Optimizer steps that the state has done.
-
-    Returns:
-        The record.
-
-    Raises:
-        ConfigError: Something in the state cannot be saved.
-        StoreError: The tier refused.
-        StorageError: The tier refused.
-    """
+    """Stores a state, by the names of attached objects, as the run's newest snapshot; returns the record. Raises
+    ConfigError if something in it cannot be saved, StoreError or StorageError if the tier refuses."""
     tree, tensors = flatten(state)
     layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
@@ -90,12 +63,12 @@ def import_state(state: dict[str, Any], tier: Tier, run: str, step: int) -> Comm
     manifest = Manifest(run, step, 0, 1, "none", len(data), layout.entries, entries, tree)
     sequence = Reader([tier]).newest_sequence()
     record = Commit(run, step, sequence + 1, 1, (manifest.digest,), len(data), time.time())
-    place = tier.prepare(step, [manifest.stored_bytes])
+    location = tier.prepare(step, [manifest.stored_bytes])
     try:
-        tier.put(place, Shard(manifest, chunks))
-        tier.commit(place, record)
+        tier.put(location, Shard(manifest, chunks))
+        tier.commit(location, record)
     except BaseException:
-        tier.discard(place)
+        tier.discard(location)
         raise
     return record
 
@@ -136,18 +109,9 @@ def save_safetensors(state: Any, path: Path, max_file_bytes: int = MAX_FILE_BYTE
 
 
 def load_safetensors(path: Path) -> Any:
-    """Reads a state from safetensors.
-
-    Args:
-        path: A safetensors file, an index, or a folder that contains one of them.
-
-    Returns:
-        The state; a dict by tensor name for files without a skeleton.
-
-    Raises:
-        ConfigError: The safetensors package is missing, or a folder holds several files and no index.
-        CorruptCheckpointError: The files do not match the index.
-    """
+    """Reads a state from a safetensors file, an index, or a folder that contains one of them; a dict by tensor name
+    for files without a skeleton. Raises ConfigError if the package is missing or a folder holds several files and no
+    index, and CorruptCheckpointError if the files do not match the index."""
     if path.is_dir():
         found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
         if len(found) != 1:
@@ -260,18 +224,9 @@ def save_dcp(state: Any, plain: Any, path: Path) -> None:
 
 
 def load_dcp(path: Path) -> Any:
-    """Reads a state from a DCP folder.
-
-    Args:
-        path: The folder.
-
-    Returns:
-        The state; nested as DCP's metadata says for a foreign folder.
-
-    Raises:
-        UnpicklingError: Its metadata would have to execute something.
-        CorruptCheckpointError: It is damaged, or an object in it would have to be executed.
-    """
+    """Reads a state from a DCP folder; nested as DCP's metadata says for a foreign one. Raises UnpicklingError if
+    its metadata would have to execute something, and CorruptCheckpointError if it is damaged or an object in it
+    would have to be executed."""
     reader = _Reader(path)
     described = reader.read_metadata()
     wanted: dict[str, Any] = {
@@ -405,18 +360,8 @@ def export(source: ExportSource, path: Path, form: str, only: str | None = None)
 
 
 def state_of(source: ExportSource, only: str | None = None) -> Any:
-    """Returns the state of a snapshot.
-
-    Args:
-        source: The snapshot.
-        only: Name of one attached object; None for all, by name.
-
-    Returns:
-        The state.
-
-    Raises:
-        ConfigError: No object of that name; the message lists them.
-    """
+    """Returns the state of a snapshot, or of one attached object in it. Raises ConfigError, with their names, if
+    there is no such object."""
     state = unflatten(source.tree, dict(source.tensors()))
     if only is None:
         return state
@@ -427,17 +372,8 @@ def state_of(source: ExportSource, only: str | None = None) -> Any:
 
 
 def save_state(state: Any, path: Path, form: str) -> None:
-    """Writes a state.
-
-    Args:
-        state: A state of the types that `_capture.flatten.flatten` takes.
-        path: As in `export`.
-        form: A name in `FORMS`.
-
-    Raises:
-        ConfigError: As in `export`.
-        StorageError: As in `export`.
-    """
+    """Writes a state of the types that `_capture.flatten.flatten` takes; path, form and errors are those of
+    `export`."""
     with _atomically(path) as aside:
         _form(form).save(state, aside)
 

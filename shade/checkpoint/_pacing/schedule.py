@@ -2,19 +2,13 @@
 
 Ranks must save at the same step, and their clocks differ. So every measured time becomes a number of steps: at each
 save all ranks take rank 0's pace, which came to them with an earlier save, and count on from there. Until the pace is
-known, saves are `WARM_UP_STEPS` apart; these saves measure the cost.
+known, saves are `WARM_UP_STEPS` apart.
 
-*Profiled* is what CheckFreq (FAST 2021, §4) and PCcheck (ASPLOS 2025, §4) do, for one save in flight and for N: the
-next save begins when its buffer is free. A save takes T seconds, of which training waits o; a step takes t, and q·t
-during a save. So k = max(⌈(T − o) / (N·q·t)⌉, 1). With q − 1 as a budget, saves are also at most as frequent as the
-budget allows. CheckFreq approaches that by two steps at a time; here step and cost are measured all the time, and the
-interval follows them in both directions.
-
-*Best* is what Young and Daly do, exactly (`best_cycle`), within a share of the time. Failures come at random, one in M
-seconds on average (a Poisson process). A save adds C seconds to the training, is safe L seconds later than those, and
-the restore takes R. Between two saves lie τ seconds of training, so a cycle is c = τ + C. Of the time between two
-failures, R is spent first; then as many cycles count as were safe before its end. It is longer than x with probability
-e^(-x/M), and so the share of time that ends up as training is
+*Profiled* is what CheckFreq (FAST 2021, §4) and PCcheck (ASPLOS 2025, §4) do: the next save begins when its buffer is
+free, k = max(⌈(T − o) / (N·q·t)⌉, 1) steps after the last, for a save of T seconds of which training waits o, steps of
+t, q·t during a save, and N saves in flight. *Best* is what Young (CACM 1974) and Daly (FGCS 2006) do, exactly
+(`best_cycle`): a cycle of c = τ + C, failures that are a Poisson process of mean M, saves that are safe L after the
+cycle, restores of R::
 
     G = τ e^(-(R + L)/M) / (M (e^(c/M) - 1))
 
@@ -130,6 +124,8 @@ def _best(share: float, mtbf_seconds: float) -> _Interval:
         if pace.step_seconds <= 0 or pace.cost_seconds <= 0:
             return math.nan
         wanted = best_cycle(pace.cost_seconds, mtbf_seconds) - pace.cost_seconds
+        # CheckFreq approaches its budget by two steps at a time; step and cost are measured all the time here, so the
+        # interval follows them in both directions.
         fitting = pace.save_seconds - pace.blocked_seconds
         return max(wanted, fitting, pace.cost_seconds / share) / pace.step_seconds
 
@@ -176,6 +172,8 @@ def best_cycle(cost_seconds: float, mtbf_seconds: float) -> float:
     """
     if math.isinf(mtbf_seconds):
         return math.inf
+    # Neither R nor L moves the maximum of G: x = c / M solves x + e^(-x) = 1 + C / M. For C ≪ M that is Young's
+    # √(2CM).
     ratio = cost_seconds / mtbf_seconds
     x = math.sqrt(2 * ratio)
     for _ in range(_ROUNDS):
@@ -209,6 +207,7 @@ class PaceMeter:
         if self._last is not None:
             took = now - self._last
             if busy or self._was_busy:
+                # Below 0 as well: without such values the mean of several saves would be too high.
                 self._extra_seconds += took - self._quiet_seconds
             else:
                 self._quiet.append(took)

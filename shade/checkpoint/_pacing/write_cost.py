@@ -5,14 +5,8 @@ A chunk of n bytes that shrinks to a part r of itself is compressed if and only 
     t_c(n) + t_w(r·n) < t_w(n)            where it is compressed, and then written;
     max(t_c(n), t_w(r·n)) < t_w(n)        where other chunks are written while it is compressed (a streamed upload),
 
-with t_c, t_w straight lines, α + β·n, fitted by least squares to measurements on this machine when the run began: of
-compressing chunks of the state, and of writing probes to the first tier. AsymCheck has r = 2ρ, a value and an index for
-each item of a density ρ; here each chunk has its own r: that of its first sixteenth until it has been compressed, and
-then its last one. A chunk that does not pay is not tried for one snapshot, then for two, and so on up to `PATIENCE`,
-before its first sixteenth is tried again.
-
-The model minimises the time until a snapshot is committed; to save space instead, do not use it. Invariant: where the
-model says that compression loses, nothing is compressed.
+with t_c, t_w lines fitted to measurements on this machine when the run began. Each chunk has its own r. The model
+minimises the time until a snapshot is committed; to save space instead, do not use it.
 
 References:
     AsymCheck, DAC 2026, "selective compression"; its published code measured a memory copy as the cost of a write.
@@ -62,6 +56,7 @@ class Line:
         beta = float(spread @ seconds / (spread @ spread)) if spread.any() else 0.0
         beta = max(0.0, beta)
         alpha = float(seconds.mean() - beta * lengths.mean())
+        # A negative start would make short chunks free.
         if alpha < 0:  # through the origin, then
             return cls(0.0, float(lengths @ seconds / (lengths @ lengths)))
         return cls(alpha, beta)

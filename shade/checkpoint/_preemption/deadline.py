@@ -1,20 +1,15 @@
 """Saves one last snapshot before the deadline of a preemption notice, of a step that all ranks agree on.
 
-A notice may reach one rank only, at any moment of a step; a snapshot needs all ranks, after the same step. Ordinary
-steps spend no collective on this: a thread on each rank looks ten times a second for a notice from its sources or
-another rank. Then:
+A notice may reach one rank only, at any moment of a step. A thread on each rank looks ten times a second:
 
 1. The rank with the notice writes it to torch.distributed's own key-value store.
 2. Every rank's thread reads it there, and writes the step that its training is in. From then on the training pauses at
-   the end of each step until the target is known: so it cannot have passed the step that was written.
-3. Rank 0 reads all steps; the largest is the target. A rank that waits for the target waits for the other ranks'
-   *threads* only, never for their training, which may be in a collective that waits for this very rank.
+   the end of each step until the target is known.
+3. Rank 0 reads all steps; the largest is the target. A rank waits for the other ranks' *threads* only.
 4. At the target all ranks save, wait as long as the time allows, log how far the save came, and stop.
 
-How far the save can come is predicted from the last saves (`_preemption.recovery_estimate`): durable, if that fits;
-else committed in the cluster's memory, from where the flusher continues; else in shared memory, which a killed process
-leaves behind. If not even the copy fits, no save is begun, since it would overwrite the snapshot in the buffer.
-Invariant: what was committed before the notice stays committed, unless a newer snapshot took its place.
+How far the save can come is predicted from the last saves. Invariant: what was committed before the notice stays
+committed, unless a newer snapshot replaced it.
 """
 
 from __future__ import annotations
@@ -185,7 +180,7 @@ class Deadline:
             self._agreed.set()
 
     def _look(self) -> None:
-        """Takes step 2, and step 1 if this rank has the notice."""
+        """Looks for a notice here and from other ranks; passes on the one found here, and writes this rank's step."""
         notice = self._notice_here()
         message = None if notice else self._store.read("notice")
         if message is not None:
@@ -198,6 +193,8 @@ class Deadline:
             self._store.write("notice", message)
         with self._lock:  # a step that ends now pauses, or has been counted
             self._notice = notice
+            # From now on the training pauses at the end of each step until the target is known, so it cannot pass this
+            # step.
             step = self._saving.step_count + (not self._pausing)
         self._store.write_own(step)
 
@@ -205,9 +202,11 @@ class Deadline:
         return next(filter(None, (source.look() for source in self._sources)), None)
 
     def _agree(self, notice: PreemptionNotice) -> None:
-        """Takes step 3."""
+        """Agrees on the step after which all ranks save: rank 0 decides, the others read it."""
         while not self._closed and notice.seconds_left > 0:
             if self._store.rank == 0 and (steps := self._store.read_all()) is not None:
+                # A rank that waits for the target waits for the other ranks' threads only, never for their training,
+                # which may be in a collective that waits for this very rank.
                 target = max(steps)
                 goal = self._goal(notice)
                 self._store.write("plan", {"target": target, "goal": goal})
@@ -232,9 +231,10 @@ class Deadline:
             return "whatever it can"
         if forecast.durable_seconds is not None and forecast.durable_seconds < left:
             return "storage"
+        # Committed in the cluster's memory: the flusher, which is not preempted, continues from there.
         if forecast.committed_seconds < left:
             return "cluster memory"
-        return "own memory" if forecast.copied_seconds < left else None
+        return "shared memory" if forecast.copied_seconds < left else None
 
     # ── the training thread: saves at the target ────────────────────────────────────────────────────────────────────
 
@@ -327,10 +327,12 @@ class Deadline:
         at, left = f"{until - time.monotonic():.1f} s left", self._saving.step_count - handle.step
         behind = f" ({left} step{'' if left == 1 else 's'} behind)" if left else ""
         if not handle.committed.done():
-            place = (
-                "own memory only, if nothing but this process ends" if handle.is_in_shared_memory else "no tier in time"
+            location = (
+                "shared memory only, if nothing but this process ends"
+                if handle.is_in_shared_memory
+                else "no tier in time"
             )
-            self._log("%s; step %d%s is in %s", at, handle.step, behind, place)
+            self._log("%s; step %d%s is in %s", at, handle.step, behind, location)
             return
         if handle.committed.exception() is not None:
             self._log("%s; step %d%s is not saved: %s", at, handle.step, behind, handle.committed.exception())

@@ -1,8 +1,6 @@
 """Watches for preemption notices: a signal, a file that appears, an address that answers.
 
-One thread (`_preemption.deadline`) looks at each source a few times a second; a source gives at most one notice, with
-its deadline. A failing source must not stop a training: an address that does not answer, or answers with anything else,
-gives no notice. A file gives one whatever its content, since no process makes it by accident.
+A source gives at most one notice, with its deadline. A failing source gives none, and does not stop a training.
 
 ====================  ================================================================================================
 ``SIGTERM``           grace seconds from the signal on; ``torchrun`` and most schedulers give 30 before they kill
@@ -10,8 +8,7 @@ a path                exists: its content is a number of seconds, a time (ISO 86
 ``http://…``          200 with the same, ``TRUE`` or ``FALSE``; 404: nothing yet. Knows the token that AWS asks for
 ====================  ================================================================================================
 
-AWS: ``http://169.254.169.254/latest/meta-data/spot/instance-action``; Google:
-``http://metadata.google.internal/computeMetadata/v1/instance/preempted``.
+docs/how-to/spot-notices.md has the addresses of AWS and Google.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ _SAME_SIGNAL_SECONDS: Final = 1.0
 _SPARED, _OVER = 1, 2
 _MOST_BYTES: Final = 4096
 _HEADERS: Final = {"Metadata-Flavor": "Google"}
-"""Google's server answers only with it; other servers ignore it."""
+"""Header without which Google's server does not answer; other servers ignore it."""
 
 _signals: Any = signal_handling
 

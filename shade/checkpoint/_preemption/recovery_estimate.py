@@ -1,13 +1,8 @@
-"""Estimates what a failure would cost now: "if killed now: lose 3 steps / 1.2 s, recover in 0.4 s from own memory".
+"""Estimates what a failure would cost now: "if killed now: lose 3 steps / 1.2 s, recover in 0.4 s from shared memory".
 
 Three failures are distinguished, since each leaves other tiers: this process dies (shared memory is left), its machine
-is lost (the cluster's memory is left, if it lies on other machines), all machines are lost (storage is left). For
-each: how many steps and seconds of training would be done again, and how long the restore takes.
-
-Nothing is measured for this alone. The losses follow from the committed saves; the times from the last few saves, and
-after a restore from how long it took. Reading an estimate costs microseconds and is safe in any thread. On rank 0 a
-thread asks the store whether the snapshot committed last is durable, at intervals that grow with the answer's delay: at
-most 20 small requests a second, none when all is durable. Other ranks ask when their estimate is read.
+is lost (the cluster's memory is left, if it lies on other machines), all machines are lost (storage is left). The
+losses follow from the committed saves; the times from the last few saves, and after a restore from how long it took.
 
 Invariant: a snapshot counted as recoverable was committed in that tier; errors are on the side of losing more.
 """
@@ -28,7 +23,7 @@ from shade.checkpoint._save.async_writer import CommitResult, SaveHandle
 from shade.errors import StoreError
 from shade.types import Clock
 
-OWN, CLUSTER, STORAGE = "own memory", "cluster memory", "storage"
+SHARED, CLUSTER, STORAGE = "shared memory", "cluster memory", "storage"
 """Names of the tiers, as in `Tier.name`."""
 FIRST_COPY_BYTES_PER_SECOND: Final = 1e9
 """Rate of a copy before one has been measured: into pages that are touched for the first time."""
@@ -100,7 +95,7 @@ class RecoveryEstimate:
         return found
 
     def prometheus(self, labels: Mapping[str, object] | None = None) -> str:
-        """Returns Prometheus lines, with labels: ``shade_checkpoint_lost_steps{end="process",tier="own memory"} 3``."""
+        """Returns Prometheus lines, as ``shade_checkpoint_lost_steps{end="process",tier="shared memory"} 3``."""
         lines = []
         for name, meaning in MEANING.items():
             lines += [f"# HELP shade_checkpoint_{name} {meaning}", f"# TYPE shade_checkpoint_{name} gauge"]
@@ -192,7 +187,7 @@ class LossTracker:
             num_unfinished = sum(not other.is_in_shared_memory for other in self._in_flight)
             self._in_flight.append(handle)
             if num_unfinished + 1 >= self._num_buffers:  # this save overwrites the newest whole snapshot
-                self._held.pop(OWN, None)
+                self._held.pop(SHARED, None)
         handle.copied.add_done_callback(lambda done: self._copied(handle, done))
         handle.committed.add_done_callback(lambda done: self._committed(handle, done))
 
@@ -232,14 +227,14 @@ class LossTracker:
         """Counts how far the saves in flight have come. Called under the lock."""
         for handle in self._in_flight:
             if handle.is_in_shared_memory:
-                self._held[OWN] = _Held(handle.step, handle.begun)
+                self._held[SHARED] = _Held(handle.step, handle.begun)
         while self._in_flight and self._in_flight[0].committed.done():
             handle = self._in_flight.popleft()
             if handle.committed.exception() is not None:
                 continue
             result = handle.committed.result()
             self._held[result.tier.name] = _Held(handle.step, handle.begun)
-            if result.tier.name != OWN:
+            if result.tier.name != SHARED:
                 self._recent.committed.append(handle.commit_seconds)
             if result.tier.name == STORAGE:
                 self._recent.durable.append(handle.commit_seconds)
@@ -286,7 +281,7 @@ class LossTracker:
         """Whether a committed save is in storage, as far as the store says; None if there is no storage."""
         if result.tier.name == STORAGE:
             return True
-        if result.tier.name == OWN or self._is_durable is None:
+        if result.tier.name == SHARED or self._is_durable is None:
             return None
         return self._is_durable(result)
 
@@ -308,7 +303,7 @@ class LossTracker:
             forecast, step = self.forecast(), self._step()
             return RecoveryEstimate(
                 step,
-                self._loss(step, (OWN, CLUSTER, STORAGE), forecast),
+                self._loss(step, (SHARED, CLUSTER, STORAGE), forecast),
                 self._loss(step, (CLUSTER, STORAGE), forecast),
                 self._loss(step, (STORAGE,), forecast),
             )
@@ -328,7 +323,7 @@ class LossTracker:
         if tier in self._restored and num_bytes:
             return num_bytes / self._restored[tier]
         copied = forecast.copied_seconds * self._world_size
-        return {OWN: copied, CLUSTER: forecast.committed_seconds, STORAGE: forecast.durable_seconds}[tier]
+        return {SHARED: copied, CLUSTER: forecast.committed_seconds, STORAGE: forecast.durable_seconds}[tier]
 
     def forecast(self) -> RecoveryForecast:
         """Returns how long a save begun now would take."""

@@ -1,12 +1,9 @@
 """Reads snapshots from all tiers, verifies every byte, repairs what it can, and decodes chunks.
 
 A snapshot has the same record digest in every tier. So a chunk may come from any tier, nearest first, and from any copy
-in it, if it has the digest that the manifest states; the record states the manifest's. What is missing or wrong in one
-place is read from the next, and `Reader.repair` writes it back. Invariant: no byte leaves `Reader` unverified.
-
-`ShardDecoder` decodes the chunks of a shard. A delta needs the same chunk of the base, which may be a delta too, and so
-on down to the keyframe. Each step is compared with the digest in that shard's manifest, so a wrong base or a lost or
-repeated delta is found where it happens. Shared memory holds the data unencoded, and then nothing is decoded.
+in it. What is missing or wrong in one location is read from the next, and `Reader.repair` writes it back. Invariant: no
+byte leaves `Reader` unverified. `ShardDecoder` decodes the chunks of a shard, down to the keyframe; each step is
+compared with the digest in that shard's manifest.
 
 Invariant: the decoded data of a version 2 snapshot has the digest that was computed when it was saved. For version 1
 this holds of the stored form, which its codec decodes in one way only.
@@ -33,25 +30,25 @@ BATCH: Final = 16
 _THREADS: Final = 4
 """Threads that hash data which is read in place."""
 UNREAD_SAVES: Final = 10**6
-"""Saves that may be newer than the newest record, where a record or a tier cannot be read."""
+"""Upper bound of the saves that are newer than the newest readable record, where a record or a tier cannot be read."""
 
 logger = logging.getLogger("shade.checkpoint")
 
 
 @dataclass(frozen=True)
 class SnapshotSource:
-    """One place that holds a snapshot."""
+    """One location that holds a snapshot."""
 
     tier: Tier
-    place: str
+    location: str
 
     def __str__(self) -> str:
-        return f"{self.tier.name}, {self.place}"
+        return f"{self.tier.name}, {self.location}"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A committed snapshot and its places, nearest first."""
+    """A committed snapshot and its locations, nearest first."""
 
     record: Commit
     sources: tuple[SnapshotSource, ...]
@@ -66,7 +63,7 @@ class Snapshot:
 
 @dataclass
 class Damage:
-    """What is missing or wrong in one place."""
+    """What is missing or wrong in one location."""
 
     source: SnapshotSource
     manifests: set[int] = field(default_factory=set)
@@ -110,7 +107,7 @@ class Reader:
         self.unreachable.clear()
         self.damaged.clear()
         records: dict[str, Commit] = {}
-        places: dict[str, list[SnapshotSource]] = {}
+        locations: dict[str, list[SnapshotSource]] = {}
         for tier in self.tiers:
             try:
                 held = tier.held()
@@ -118,14 +115,14 @@ class Reader:
                 self.unreachable[tier.name] = str(error)
                 logger.warning("%s cannot be read: %s", tier.name, error)
                 continue
-            self.damaged += [f"{tier.name}, {place}" for place in tier.damaged]
-            for place, record in held.items():
+            self.damaged += [f"{tier.name}, {location}" for location in tier.damaged]
+            for location, record in held.items():
                 records[record.digest] = record
-                places.setdefault(record.digest, []).append(SnapshotSource(tier, place))
+                locations.setdefault(record.digest, []).append(SnapshotSource(tier, location))
         linked: dict[str, Snapshot] = {}
         for digest, record in sorted(records.items(), key=lambda each: (each[1].sequence, each[1].step)):
             base = None if record.base is None else linked.get(record.base)  # older, so it is there already
-            linked[digest] = Snapshot(record, tuple(places[digest]), base)
+            linked[digest] = Snapshot(record, tuple(locations[digest]), base)
         return list(reversed(linked.values()))
 
     def newest_sequence(self) -> int:
@@ -134,7 +131,7 @@ class Reader:
         return newest + UNREAD_SAVES * bool(self.damaged or self.unreachable)
 
     def manifest(self, snapshot: Snapshot, rank: int) -> Manifest:
-        """Returns one rank's manifest, from the first place that has it intact.
+        """Returns one rank's manifest, from the first location that has it intact.
 
         Raises CorruptCheckpointError if it is lost in every copy.
         """
@@ -152,19 +149,8 @@ class Reader:
     def chunks(
         self, snapshot: Snapshot, manifest: Manifest, numbers: Iterable[int] | None = None
     ) -> Iterator[tuple[int, Bytes]]:
-        """Yields verified chunks of one shard, in stored form.
-
-        Args:
-            snapshot: The snapshot.
-            manifest: The shard's manifest.
-            numbers: Chunk numbers; all by default.
-
-        Yields:
-            Number and bytes, in the order of ``numbers``. A view of shared memory is valid until the next save.
-
-        Raises:
-            CorruptCheckpointError: A chunk is lost in every copy.
-        """
+        """Yields number and bytes of verified chunks of one shard, in stored form, all by default. A view of shared
+        memory is valid until the next save. Raises CorruptCheckpointError if a chunk is lost in every copy."""
         wanted = list(range(len(manifest.chunks)) if numbers is None else numbers)
         for first in range(0, len(wanted), BATCH):
             batch = wanted[first : first + BATCH]
@@ -203,7 +189,7 @@ class Reader:
         def ask(source: SnapshotSource, missing: Sequence[int], copy: int) -> Sequence[Bytes | None]:
             here = [into[number] for number in missing]
             try:
-                found = source.tier.read_chunks_into(source.place, manifest, missing, here, copy)
+                found = source.tier.read_chunks_into(source.location, manifest, missing, here, copy)
             except (StoreError, StorageError) as error:
                 logger.warning("%s: %s", source, error)
                 return [None] * len(missing)
@@ -231,7 +217,7 @@ class Reader:
         parts = [numbers[first : first + BATCH] for first in range(0, len(numbers), BATCH)]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-verify") as pool:
             for source in snapshot.sources:
-                data = source.tier.in_place(source.place, manifest)
+                data = source.tier.in_place(source.location, manifest)
                 if data is not None and all(pool.map(partial(are_intact, data), parts)):
                     return data
         return None
@@ -242,18 +228,9 @@ class Reader:
         )
 
     def examine(self, snapshot: Snapshot, advance: Callable[[int], None] = lambda num_bytes: None) -> list[Damage]:
-        """Reads every byte in every copy of every place.
-
-        Args:
-            snapshot: The snapshot.
-            advance: Called with the number of bytes that have just been read.
-
-        Returns:
-            One entry per place, intact ones included.
-
-        Raises:
-            CorruptCheckpointError: A manifest is lost in every copy, so that nothing can be compared.
-        """
+        """Reads every byte in every copy of every location; returns an entry for each, intact ones included.
+        ``advance`` is called with the bytes just read. Raises CorruptCheckpointError if a manifest is lost in every
+        copy, so that nothing can be compared."""
         report = []
         manifests = [self.manifest(snapshot, rank) for rank in range(snapshot.record.world_size)]
         for source in snapshot.sources:
@@ -277,7 +254,7 @@ class Reader:
         return report
 
     def repair(self, snapshot: Snapshot, report: Sequence[Damage]) -> int:
-        """Writes what each place has lost, from the places that have it.
+        """Writes what each location has lost, from the locations that have it.
 
         Raises CorruptCheckpointError if something is lost in every copy; everything else was repaired.
         """
@@ -293,7 +270,7 @@ class Reader:
                     except CorruptCheckpointError as error:
                         lost = error
                 try:
-                    damage.source.tier.repair(damage.source.place, manifest, intact)
+                    damage.source.tier.repair(damage.source.location, manifest, intact)
                     repaired += len(intact)
                 except CorruptCheckpointError as error:
                     lost = lost or error
@@ -308,20 +285,9 @@ def _collect(
     batch: Sequence[int],
     ask: Callable[[SnapshotSource, Sequence[int], int], Sequence[Bytes | None]],
 ) -> dict[int, Bytes]:
-    """Reads what is missing from place after place, copy after copy, and returns the verified batch.
-
-    Args:
-        snapshot: The snapshot.
-        manifest: The shard's manifest.
-        batch: Chunk numbers.
-        ask: Returns unverified chunks from one copy in one place.
-
-    Returns:
-        All chunks of the batch, by number.
-
-    Raises:
-        CorruptCheckpointError: A chunk is lost in every copy.
-    """
+    """Reads what is missing from location after location, copy after copy, and returns the verified batch, by chunk
+    number. ``ask`` returns unverified chunks from one copy in one location. Raises CorruptCheckpointError if a chunk
+    is lost in every copy."""
     found: dict[int, Bytes] = {}
     for source in snapshot.sources:
         if source.tier.holds_plain and manifest.version > 1:
@@ -349,7 +315,7 @@ def is_sound(manifest: Manifest, number: int, content: Bytes | None) -> bool:
 
 
 def is_sound_at(source: SnapshotSource, manifest: Manifest, number: int, content: Bytes | None) -> bool:
-    """Returns whether the bytes are a chunk in the form in which that place holds it."""
+    """Returns whether the bytes are a chunk in the form in which that location holds it."""
     if not source.tier.holds_plain or manifest.version == 1:
         return is_sound(manifest, number, content)
     return content is not None and digest_of(content) == manifest.plain_digest(number)
@@ -357,7 +323,7 @@ def is_sound_at(source: SnapshotSource, manifest: Manifest, number: int, content
 
 def _manifest_at(source: SnapshotSource, rank: int, copy: int) -> bytes | None:
     try:
-        return source.tier.read_manifest(source.place, rank, copy)
+        return source.tier.read_manifest(source.location, rank, copy)
     except (StoreError, StorageError) as error:
         logger.warning("%s: %s", source, error)
         return None
@@ -365,7 +331,7 @@ def _manifest_at(source: SnapshotSource, rank: int, copy: int) -> bytes | None:
 
 def _has_whole_file(source: SnapshotSource, manifest: Manifest) -> bool:
     try:
-        return source.tier.has_whole_file(source.place, manifest)
+        return source.tier.has_whole_file(source.location, manifest)
     except (StoreError, StorageError) as error:
         logger.warning("%s: %s", source, error)
         return False
@@ -373,7 +339,7 @@ def _has_whole_file(source: SnapshotSource, manifest: Manifest) -> bool:
 
 def _chunks_at(source: SnapshotSource, manifest: Manifest, numbers: Sequence[int], copy: int) -> Sequence[Bytes | None]:
     try:
-        return source.tier.read_chunks(source.place, manifest, numbers, copy)
+        return source.tier.read_chunks(source.location, manifest, numbers, copy)
     except (StoreError, StorageError) as error:
         logger.warning("%s: %s", source, error)
         return [None] * len(numbers)
@@ -392,17 +358,9 @@ class ShardDecoder:
         self._reader, self._snapshot, self._manifest = reader, snapshot, manifest
 
     def chunks(self, numbers: Sequence[int]) -> dict[int, Bytes]:
-        """Returns decoded chunks by number; threads may share this object.
-
-        Args:
-            numbers: Chunk numbers, a few dozen at once.
-
-        Returns:
-            Their data. A view of shared memory is valid until the next save.
-
-        Raises:
-            CorruptCheckpointError: A chunk, or one of its bases, is lost in every copy.
-        """
+        """Returns decoded chunks by number, a few dozen at once; threads may share this object. A view of shared
+        memory is valid until the next save. Raises CorruptCheckpointError if a chunk, or one of its bases, is lost
+        in every copy."""
         manifest = self._manifest
         if manifest.version == 1:
             codec = standalone_codec(manifest.codec)

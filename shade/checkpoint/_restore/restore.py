@@ -1,16 +1,9 @@
 """Finds the newest intact snapshot, reads it on every rank, and loads it into what is attached.
 
-Ranks see different snapshots: shared memory belongs to a machine, and after a crash one machine may have what another
-lost. So the ranks exchange their lists and try from the newest down. If a snapshot turns out to be damaged beyond
-repair on any rank, all ranks log it and try the one before.
-
-A shard that every rank has in the memory of its machine is read by each. Any other shard is read by one rank, the first
-that has it near, and broadcast, so that a shared link carries it once whatever the number of ranks. Only chunks that
-hold wanted tensors are read. The world size may change: rank r restores the tree of the old rank r mod W.
-
-A restart allocates all its memory anew, and page faults would cost more than the bytes do (1.4 GB/s against 10 here).
-So an `Arena` maps a shard's memory at once in huge pages, where one fault replaces 512. Pages that are never written
-cost nothing, so a part of a shard is read to its own offset. `Arena.release_pages` releases what was copied onwards.
+Ranks see different snapshots, so they exchange their lists and try from the newest down. If a snapshot turns out to be
+damaged beyond repair on any rank, all ranks log it and try the one before. A shard that every rank has in the memory of
+its machine is read by each. Any other shard is read by one rank, the first that has it near, and broadcast. Only chunks
+that hold wanted tensors are read. The world size may change: rank r restores the tree of the old rank r mod W.
 """
 
 from __future__ import annotations
@@ -42,10 +35,10 @@ _BATCH: Final = 32
 _PART: Final = 4
 """Chunks that a thread reads at once."""
 _THREADS: Final = 4
-"""Page faults and disk requests both are faster in parallel."""
+"""Threads that read: page faults and disk requests are both faster in parallel."""
 
 _TRIES: Final = 10
-"""How often a snapshot that another process removes in mid-read is given up for a newer one."""
+"""How many snapshots that another process removes during the read are given up for a newer one."""
 
 _PIECE_BYTES: Final = 16 * 2**20
 """Bytes that a thread copies at a time."""
@@ -211,8 +204,8 @@ def read_newest(
     candidates = [record for record in candidates if step is None or record.step == step]
     newest = max((record.sequence for record in records.values()), default=0)
     newest += UNREAD_SAVES * any(report["damaged"] or report["silent"] for report in reports)
-    lost = sorted({place for report in reports for place in report["damaged"]})
-    unreadable = [f"{place}: its record cannot be read" for place in lost]
+    lost = sorted({location for report in reports for location in report["damaged"]})
+    unreadable = [f"{location}: its record cannot be read" for location in lost]
     if unreadable and group.rank == 0:
         logger.error("%s; continuing with the other snapshots", "; ".join(unreadable))
     reasons = []
@@ -290,7 +283,7 @@ class _Attempt:
         """Returns whether this machine's memory has a rank's shard; its chunks may still be damaged."""
         for source in self._snapshot.sources:
             if source.tier.every_rank_commits:
-                content = source.tier.read_manifest(source.place, rank)
+                content = source.tier.read_manifest(source.location, rank)
                 if content is not None and digest_of(content) == self._snapshot.record.manifests[rank]:
                     return True
         return False
@@ -381,18 +374,9 @@ def fill(
     buffers: Mapping[int, memoryview],
     shared: Collection[int] = (),
 ) -> None:
-    """Reads verified, decoded chunks into the caller's memory; without a codec straight from the tier.
-
-    Args:
-        reader: The tiers.
-        snapshot: The snapshot.
-        manifest: The shard's manifest.
-        buffers: Memory for each chunk, by number.
-        shared: Chunks that other processes of this machine read too: the page cache gives them to all.
-
-    Raises:
-        CorruptCheckpointError: A chunk is lost in every copy; the content of the buffers is undefined.
-    """
+    """Reads verified, decoded chunks into the caller's memory, by chunk number; without a codec straight from the
+    tier. Other processes of this machine read the ``shared`` ones too: the page cache gives them to all. Raises
+    CorruptCheckpointError if a chunk is lost in every copy; the content of the buffers is undefined then."""
     numbers = list(buffers)
     parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
     shard = ShardDecoder(reader, snapshot, manifest)
@@ -437,21 +421,9 @@ def read_newest_alone(
 def restore_app_state(
     reader: Reader, group: RankGroup, contents: AppState, step: int | None, only: Sequence[str] | None
 ) -> tuple[Restored, ReadSnapshot | None]:
-    """Loads a snapshot into what is attached, and releases the memory that it was read into. Collective.
-
-    Args:
-        reader: The tiers.
-        group: The ranks.
-        contents: What is attached.
-        step: Step of the snapshot; None for the newest intact one.
-        only: Names of what to load; None for everything.
-
-    Returns:
-        The result, and the snapshot; None if there is none.
-
-    Raises:
-        CheckpointError: As in `read_newest` and `AppState.load`; nothing was changed.
-    """
+    """Loads a snapshot (None: the newest intact one) into what is attached, or ``only`` into these of it, and
+    releases the memory that it was read into. Collective. Returns the result, and the snapshot; None if there is
+    none. Raises CheckpointError as `read_newest` and `AppState.load` do; nothing was changed."""
     begun = time.monotonic()
     found = read_newest(reader, group, only, step, contents.forgettable)
     if found is None:

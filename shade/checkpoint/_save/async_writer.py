@@ -1,31 +1,14 @@
 """Writes snapshots from the buffer into the tiers, in threads, while training continues.
 
-Four values carry one save. All else on the way (`Copying`, which a strategy copies by; the layout, a function's value
-that is kept from save to save; `PackedShard`; the commit record) stays within the module that makes it.
-
-====================  ==========================  ==================================================================
-value                 made by                     holds
-====================  ==========================  ==================================================================
-`CapturedState`       `AppState.capture`          the skeleton and the live tensors, until they are copied
-`SaveHandle`          `Saver.begin`               what the owner of the save can wait for, and its times
-`SaveRequest`         `Saver.begin`               buffer, layout and metadata, until the save is committed or failed
-`CommitResult`        `AsyncWriter`               the tier and the place where the snapshot is committed
-====================  ==========================  ==================================================================
-
 Each save that may be in flight has a thread and a process group of its own; save i goes to thread i mod N on every
-rank. So all collectives of a group are made by one thread, in one order. The way of a snapshot:
+rank, so all collectives of a group are made by one thread, in one order. The way of a snapshot:
 
 1. When the copy is done, the chunks are hashed where they lie, and the ranks agree on the commit record.
 2. The record is put beside the buffer: the shared-memory tier has the snapshot.
 3. It goes to the cluster's memory, and from there it is *committed*. The flusher makes it durable.
-4. Where there is no cluster memory, or it refused or failed, it goes to storage directly. A tier's failure is logged
-   once, and so is its end.
+4. Where there is no cluster memory, or it refused or failed, it goes to storage directly.
 
-With a streaming strategy, the chunks of 3 (or 4) are uploaded before 1, during the copy: see `_save.stream_upload`.
-Saves in flight at once may commit in any order; the sequence in the record says which is the newest. A codec that
-stores differences sends a snapshot to where its base is; if that tier fails or has lost the base, the snapshot is
-packed again without a base. A save that reaches only shared memory, beside other tiers, has failed: handle and log say
-so each time, and training continues, because stopping it would lose the unsaved steps as well.
+With a streaming strategy, the chunks of 3 (or 4) are uploaded before 1, during the copy (`_save.stream_upload`).
 """
 
 from __future__ import annotations
@@ -63,7 +46,7 @@ class CommitResult:
     """Where a save is committed."""
 
     tier: Tier
-    place: str
+    location: str
     sequence: int = 0
     """Number of the save in its run, as in its record."""
 
@@ -117,8 +100,8 @@ class SaveRequest:
     num_bytes: int = 0
     buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     """uint8, the data in its first `num_bytes`."""
-    place: str = ""
-    """The buffer's place in the shared-memory tier."""
+    location: str = ""
+    """The buffer's location in the shared-memory tier."""
     stream_hash: StreamHash | None = None
     """Knows which chunks are copied; None: the snapshot is written when all are."""
 
@@ -201,6 +184,7 @@ class AsyncWriter:
                 result = self._write(request, group)
             except Exception as error:  # noqa: BLE001 - a dead peer is a RuntimeError of gloo; the owner must learn of it
                 self._packer.forget()
+                # The next snapshot must not build on one that cannot be read.
                 logger.error("step %d is not saved: %s", handle.step, error)
                 failure = error
                 if not isinstance(error, CheckpointError):
@@ -220,6 +204,8 @@ class AsyncWriter:
 
     def _write(self, request: SaveRequest, group: RankGroup) -> CommitResult:
         upload = None if request.stream_hash is None else self._upload(request, group)
+        # A rank that was restarted has another base than the others: all begin again, with a snapshot that stands
+        # alone.
         if self._packer.builds and len(set(group.gather(self._packer.base))) > 1:
             self._packer.forget()
         packed, error = None, None
@@ -232,10 +218,12 @@ class AsyncWriter:
         try:
             record, shard_bytes = self._agree(request, group, packed, error)
         except CheckpointError:
-            if upload is not None and upload.place is not None:
-                discard(self._tiers[0], group, upload.place)
+            if upload is not None and upload.location is not None:
+                discard(self._tiers[0], group, upload.location)
             raise
         assert packed is not None, "agree() raises where a rank has none"
+        # A difference lies where its base lies. If that tier fails or has lost the base, the shard is packed again
+        # without.
         if packed.base is not None:
             result = self._build_on_base(request, group, record, shard_bytes, packed)
             if result is not None:
@@ -251,18 +239,20 @@ class AsyncWriter:
         for tier in self._tiers:
             try:
                 if upload is None or tier is not self._tiers[0]:
-                    place = self._store(tier, group, record, shard_bytes, packed)
+                    location = self._store(tier, group, record, shard_bytes, packed)
                 else:
-                    place = upload.place_or_raise()
-                    commit(tier, group, place, record)
+                    location = upload.location_or_raise()
+                    commit(tier, group, location, record)
             except CheckpointError as failure:
                 self._note_health(tier, group, str(failure))
                 reasons.append(f"{tier.name}: {failure}")
                 continue
             self._note_health(tier, group, None)
-            return self._committed(request, record, packed, tier, place)
+            return self._committed(request, record, packed, tier, location)
         if not self._tiers and refusal is None:
-            return CommitResult(self._shared_memory, request.place, record.sequence)
+            return CommitResult(self._shared_memory, request.location, record.sequence)
+        # Shared memory alone does not outlive the machine, so beside other tiers such a save has failed. Training goes
+        # on, because stopping it would lose the unsaved steps as well.
         raise CheckpointError("; ".join(reasons) or f"{self._shared_memory.name}: {refusal}")
 
     def _agree(
@@ -300,19 +290,19 @@ class AsyncWriter:
         assert tier is not None, "a base is committed somewhere"
         self._keep_in_shared_memory(request, group, record, packed.manifest)
         try:
-            place = self._store(tier, group, record, shard_bytes, packed)
+            location = self._store(tier, group, record, shard_bytes, packed)
         except CheckpointError:
-            self._shared_memory.discard(request.place)
+            self._shared_memory.discard(request.location)
             return None
         self._note_health(tier, group, None)
-        return self._committed(request, record, packed, tier, place)
+        return self._committed(request, record, packed, tier, location)
 
     def _committed(
-        self, request: SaveRequest, record: Commit, packed: PackedShard, tier: Tier, place: str
+        self, request: SaveRequest, record: Commit, packed: PackedShard, tier: Tier, location: str
     ) -> CommitResult:
         self._packer.committed(packed, record.digest, request.buffer)
         self._base_tier = tier
-        return CommitResult(tier, place, record.sequence)
+        return CommitResult(tier, location, record.sequence)
 
     def _pack(self, request: SaveRequest) -> PackedShard:
         with self._packing:
@@ -335,9 +325,9 @@ class AsyncWriter:
             batching = self._batching if tier.is_durable else None
             with contextlib.closing(upload.chunks() if batching is None else upload.batches(batching)) as chunks:
                 try:
-                    place = prepare(tier, group, request.handle.step, shard_bytes)
-                    put(tier, group, place, upload.manifest, lambda: self._paced(chunks))
-                    upload.place = place
+                    location = prepare(tier, group, request.handle.step, shard_bytes)
+                    put(tier, group, location, upload.manifest, lambda: self._paced(chunks))
+                    upload.location = location
                 except CheckpointError as failure:
                     upload.refusal = failure
         return upload
@@ -364,8 +354,8 @@ class AsyncWriter:
         """Commits the snapshot in shared memory, where it lies already; returns why not where that fails."""
         tier, handle = self._shared_memory, request.handle
         try:
-            put(tier, group, request.place, manifest, lambda: ())
-            commit(tier, group, request.place, record)
+            put(tier, group, request.location, manifest, lambda: ())
+            commit(tier, group, request.location, record)
         except CheckpointError as failure:
             handle.is_in_shared_memory = False
             if tier.name not in self._failing:

@@ -1,17 +1,10 @@
 """Saves on the training thread: the state is captured, laid out, copied, handed to the writer, and waited for.
 
-This is the part of a `Checkpointer` that the training thread waits in. What is captured is live; the strategy decides
-when it is copied. A tensor that changes while the training thread is still in `begin` is copied again, once; one that
-changes later makes the snapshot torn, and it is refused, since no tensor of it is of the same moment any more.
-
-One copy is made at a time, and as many saves are in flight as the strategy's config allows: a further save waits until
-the oldest one is committed or has failed. Every rank waits for the same one, so the pace that came with it is the same
-on every rank. Invariant: a buffer is written to by one save only, from `begin` until that save is committed or failed.
-
-`WaitPolicy` says how far a save must have come before training continues. Usually its copy is enough, and an attached
-optimizer's step waits for that. Some strategies promise more: that a save is in storage before `save` returns, or
-before the next step. Training does not wait for a save that has failed, since the writer has logged it, nor for one
-that the flusher does not bring to storage for ten minutes.
+What is captured is live; the strategy decides when it is copied. A tensor that changes while the training thread is
+still in `begin` is copied again, once; one that changes later makes the snapshot torn, and it is refused. One copy is
+made at a time, and as many saves are in flight as the strategy's config allows. `WaitPolicy` says how far a save must
+have come before training continues. Invariant: a buffer is written to by one save only, from `begin` until that save is
+committed or failed.
 """
 
 from __future__ import annotations
@@ -44,19 +37,8 @@ logger = logging.getLogger("shade.checkpoint")
 
 
 class Saver:
-    """The saves of one rank.
-
-    Args:
-        app_state: What is saved.
-        shared_memory: Where it is copied to.
-        strategy: When it is copied.
-        config: How many saves may be in flight, and whether they are streamed.
-        writer: Writes what is copied.
-        group: The ranks that save together.
-        sequence: Number of the newest snapshot that exists.
-        make_room: Called before each copy with the length of this rank's shard, so that the owner of other memory can
-            give some back; None: nothing to call.
-    """
+    """The saves of one rank. ``sequence`` is the number of the newest snapshot that exists. ``make_room`` is called
+    before each copy with the length of this rank's shard, so that the owner of other memory can give some back."""
 
     def __init__(
         self,
@@ -120,7 +102,7 @@ class Saver:
             layout = self._lay_out(captured)
             if self._make_room is not None:
                 self._make_room(layout.num_bytes)
-            place, buffer = self._shared_memory.begin(layout.num_bytes)
+            location, buffer = self._shared_memory.begin(layout.num_bytes)
             is_buffer_taken = True
             if self._preparing is None:
                 self._prepare(prepare)
@@ -156,7 +138,7 @@ class Saver:
             tree=captured.tree,
             num_bytes=layout.num_bytes,
             buffer=buffer,
-            place=place,
+            location=location,
             stream_hash=stream_hash,
         )
         # A tensor's last reference releases the interpreter's lock as it dies. After the writer has begun to work, each

@@ -1,15 +1,9 @@
 """Uploads a shard while it is still being copied: each chunk leaves as soon as it is copied, hashed and encoded.
 
-A tier gets everything at once but one thing: the manifest lists the digests of all chunks, and the last digest is known
-only when the last chunk has been sent. So the tier gets an `OpenManifest`, which knows how long each chunk is at most,
-and which has bytes for a reader that has taken all chunks; that is when tiers ask for them.
-
-A codec encodes one chunk while another is written, in a thread. Stored forms are not kept: a chunk is encoded once, for
-the one tier that it goes to.
-
-Uploading early risks nothing. If the copy turns out to be torn, there is no manifest to agree on, and what was uploaded
-has no record and is discarded (`_commit.protocol`). The price: the shared-memory tier has the snapshot after the first
-tier and not before it, since its record needs the digests too.
+The manifest lists the digests of all chunks, and the last is known only when the last chunk has been sent. So the tier
+gets an `OpenManifest`, which knows how long each chunk is at most, and which has bytes for a reader that has taken all
+chunks. Uploading early risks nothing: if the copy turns out to be torn, what was uploaded has no record and is
+discarded. The shared-memory tier then has the snapshot after the first tier, since its record needs the digests too.
 """
 
 from __future__ import annotations
@@ -86,16 +80,16 @@ class StreamUpload:
         entries = tuple(ChunkEntry(len(chunk), _NO_DIGEST) for chunk in self._chunks)
         self.manifest = OpenManifest(**vars(replace(draft, chunks=entries)))
         """Stored with the chunks."""
-        self.place: str | None = None
+        self.location: str | None = None
         """Where the uploaded chunks wait for their record; None: the tier has not taken them."""
         self.refusal: CheckpointError | None = None
         """Why the tier has not taken them."""
 
-    def place_or_raise(self) -> str:
-        """Returns the place, or raises the refusal."""
-        if self.place is None:
+    def location_or_raise(self) -> str:
+        """Returns the location, or raises the refusal."""
+        if self.location is None:
             raise self.refusal or CheckpointError("nothing was uploaded")
-        return self.place
+        return self.location
 
     def chunks(self) -> Generator[Bytes, None, None]:
         """Yields the chunks in stored form and in order, each when it is copied; raises a CheckpointError if the copy

@@ -313,7 +313,7 @@ class Checkpointer:
         """Returns when the save begun last outlives this machine.
 
         Returns:
-            Name of the tier that holds it; ``own memory`` only if there is no other tier.
+            Name of the tier that holds it; ``shared memory`` only if there is no other tier.
 
         Raises:
             CheckpointError: No tier has taken it, and the message says why; or no save was begun.
@@ -426,7 +426,7 @@ class Checkpointer:
             self._schedule.saved(self.step_count, Pace())
             for source in found.sources:
                 if source.tier is self._tiers.shared_memory:
-                    self._tiers.shared_memory.spare(source.place)
+                    self._tiers.shared_memory.spare(source.location)
             held_by = [source.tier.name for source in found.sources]
             self._losses.restored(restored.step, held_by, found.tiers, restored.seconds, restored.num_bytes)
         return restored
@@ -518,7 +518,7 @@ def load_weights(
 
     Raises:
         ConfigError: An argument is invalid, or nothing was attached under that name.
-        CheckpointError: There is no such snapshot, or none is intact, or a place does not answer.
+        CheckpointError: There is no such snapshot, or none is intact, or a location does not answer.
         StateMismatchError: It does not fit the module; nothing was changed.
     """
     begun = time.monotonic()
@@ -528,7 +528,7 @@ def load_weights(
         if found is None:
             wanted = "a snapshot" if step is None else f"a snapshot of step {step}"
             known = sorted({snapshot.record.step for snapshot in reader.snapshots()})
-            raise CheckpointError.of(f"{wanted} of run {run!r}", f"steps {known}", "name another step, run or place")
+            raise CheckpointError.of(f"{wanted} of run {run!r}", f"steps {known}", "name another step, run or location")
     state = unflatten(found.tree, found.tensors)
     if name not in state:
         _, manifest = found.arenas[0]

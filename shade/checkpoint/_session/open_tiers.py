@@ -38,18 +38,8 @@ logger = logging.getLogger("shade.checkpoint")
 
 
 class Tiers:
-    """The tiers that a Checkpointer keeps snapshots in.
-
-    Args:
-        shared_memory: The shared-memory tier.
-        memory: Cluster memory, or None.
-        storage: Durable storage, or None.
-        keep: Which snapshots stay in storage.
-        is_first: Whether this is rank 0.
-        run_lock: Held by rank 0; None on the other ranks, and where nothing is shared.
-        resources: Closed at the end, in reverse.
-        locations: URLs of store and storage, without passwords.
-    """
+    """The tiers that a Checkpointer keeps snapshots in. Rank 0 holds the run lock where anything is shared;
+    ``resources`` are closed at the end, in reverse; ``locations`` are URLs of store and storage without passwords."""
 
     def __init__(
         self,
@@ -110,7 +100,7 @@ class Tiers:
         assert self.memory is not None
         assert self.storage is not None
         try:
-            if self.memory.is_dirty(result.place):
+            if self.memory.is_dirty(result.location):
                 return False
             return any(record.sequence >= result.sequence for record in self.storage.held().values())
         except (StoreUnavailableError, StorageError):
@@ -171,27 +161,11 @@ def open_tiers(
     wished_replicas: int = 0,
     in_flight: int = 1,
 ) -> Tiers:
-    """Opens the tiers of a run. Collective.
+    """Opens the tiers of a run. Collective; the arguments are those of `Checkpointer`. ``wished_replicas`` are copies
+    of chunks where there is no parity, as far as the cluster has servers for them.
 
-    Args:
-        run: The run id.
-        group: The ranks.
-        store_url: The store, as given to `Checkpointer`, like all that follow.
-        persist_to: Path or URL of the storage.
-        keep: Keep rules.
-        slots: Slots in cluster memory.
-        replicas: Replicas of chunks in cluster memory.
-        parity: (k, r), or None.
-        buffers: Buffers in shared memory.
-        wished_replicas: Replicas where there is no parity, as far as the cluster has servers for them.
-        in_flight: Saves in flight at once.
-
-    Returns:
-        The tiers.
-
-    Raises:
-        ConfigError: On every rank: an argument cannot be honoured, or the store or the storage does not answer.
-        RunInUseError: On every rank: another live process saves under this id.
+    Raises ConfigError on every rank if an argument cannot be honoured or the store or the storage does not answer,
+    and RunInUseError on every rank if another live process saves under this id.
     """
     resources = contextlib.ExitStack()
     opened: Tiers | None = None
@@ -258,24 +232,12 @@ def open_tiers(
 def open_to_read(
     store_url: str | None, persist_to: str | os.PathLike[str] | None, run: str, resources: contextlib.ExitStack
 ) -> Reader:
-    """Opens cluster memory and storage for a process that only reads: it takes no lock, and writes nothing.
-
-    Args:
-        store_url: URL of the cluster, or None.
-        persist_to: Path or URL of the storage, or None; one of both is needed.
-        run: The run id.
-        resources: Receives what is to be closed.
-
-    Returns:
-        The reader.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        StoreUnavailableError: The store does not answer.
-    """
+    """Opens cluster memory and storage, at least one of them, for a process that only reads: it takes no lock, and
+    writes nothing. ``resources`` receives what is to be closed. Raises ConfigError for an invalid argument, and
+    StoreUnavailableError if the store does not answer."""
     check_run_name(run)
     if store_url is None and persist_to is None:
-        raise ConfigError.of("a place where snapshots are", "neither store nor persist_to", "name at least one")
+        raise ConfigError.of("a location where snapshots are", "neither store nor persist_to", "name at least one")
     tiers: list[Tier] = []
     if store_url is not None:
         store = resources.enter_context(open_store(store_url, timeout_seconds=STORE_TIMEOUT_SECONDS))

@@ -1,24 +1,14 @@
 """Asymmetric: each window of the next pass copies as many bytes as its length allows.
 
-`overlap` copies as fast as it can once the optimizer's step has ended, and so takes its bandwidth from the first, short
-layers of the forward pass. Here every window releases its partition: small ones in the forward pass, large ones in the
-backward pass. The threads copy no more than has been released. The last partition is released a little before the pass
-ends, to leave time for the check; when the optimizer wants to step, the rest is copied at once. What has been copied is
-written meanwhile, in batches of the length that finishes first (`_pacing.batching`).
+Every window releases its partition of the state, and the threads copy only what has been released; the last
+partition is released a little before the pass ends, to leave time for the check. What has been copied is written
+meanwhile, in batches of the length that finishes first. Where the training uses all cores, all partitions are empty:
+the training waits while every thread copies and hashes. Invariant: the buffer holds the state of one step, or the
+snapshot is refused.
 
-This helps where windows have idle cores or a device computes. Where the training uses all cores, all partitions are
-empty: the training waits while every thread copies, and hashes what is in its cache; only the short check follows in
-the background. Copying beside such a training costs up to three times as much, because an operation of several threads
-ends with its slowest.
-
-AsymCheck (DAC 2026, §3), its snapshot and its flushing module. Where we differ: partitions are byte ranges of the shard
-as it will be stored, not slices of a second flat state, so nothing is joined afterwards; windows and idle cores are
-measured all the time; a save without measurements (the first of a run) is copied as `overlap` does. Invariant: the
-buffer holds the state of one step, or the snapshot is refused.
-
-Three variants measure the modules of AsymCheck, as the paper does. ``asymmetric-naive`` copies the same amount in every
-window; ``asymmetric-S`` adds partitions by time (asymmetric snapshotting); ``asymmetric-S+O`` adds batched writes
-(optimal flushing). All three copy beside the training without regard to idle cores. (Decisions 0020, 0027.)
+AsymCheck (DAC 2026, §3). Where we differ: partitions are byte ranges of the shard as it will be stored; windows and
+idle cores are measured all the time. ``asymmetric-naive``, ``asymmetric-S`` and ``asymmetric-S+O`` measure its modules,
+without regard to idle cores. Decisions 0020 and 0027.
 """
 
 from __future__ import annotations
@@ -43,11 +33,11 @@ _LEAST_BYTES: Final = 2**20
 _PIECE_BYTES: Final = 16 * 2**20
 """Most that a thread takes at a time."""
 _MOST_THREADS: Final = 4
-"""More do not copy faster: memory is the limit."""
+"""Upper bound of the copying threads: more do not copy faster, because memory is the limit."""
 _TAIL_FRACTION: Final = 1 / 8
 """Share of the pass, at its end, that is reserved for the check."""
 _PASSES: Final = 2
-"""If no window begins for the length of so many passes, the training does something else, and all is released."""
+"""Length, in passes, without a window after which all is released: the training does something else then."""
 
 
 @STRATEGIES.register("asymmetric")

@@ -3,7 +3,7 @@
 A strategy gets the tensors as a `Copying` and decides when each is copied. `Strategy.wait` is its only promise. The
 published ways of checkpointing differ mostly in plain values: how often they save, how many saves are in flight,
 whether chunks leave while others are copied, what the training waits for. These values are the `StrategyConfig`, which
-the rest of the package honours for all strategies alike. The content of a snapshot, its place, its commit and its
+the rest of the package honours for all strategies alike. The content of a snapshot, its location, its commit and its
 restore are the same for all.
 """
 

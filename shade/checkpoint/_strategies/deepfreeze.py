@@ -1,15 +1,9 @@
 """DeepFreeze: a few threads copy the state layer by layer, and each layer leaves as soon as it is copied.
 
-Nicolae et al., CCGrid 2020. The paper copies and serialises the tensors of each layer in threads of their own, and
-shares the layers out among the ranks that hold the same. Here a layer is what one module owns, or what the optimizer
-keeps for one parameter. The threads take layers in the shard's order, so its first chunks are hashed and sent while the
-last are still copied; every rank has its share of the layers anyway.
-
-Where we differ: the paper hangs its copies into TensorFlow's graph, where a layer's update is final before the backward
-pass reaches the layers below. PyTorch updates all parameters in one call of the optimizer, so all are final when `step`
-returns and the save begins. The copy overlaps the next pass.
-
-`asymmetric` shares `Pooled`: a pool of copying threads, and one check after all have finished.
+Nicolae et al., CCGrid 2020. Here a layer is what one module owns, or what the optimizer keeps for one parameter. The
+threads take layers in the shard's order, so its first chunks are hashed and sent while the last are still copied. The
+paper hangs its copies into TensorFlow's graph; PyTorch updates all parameters in one call of the optimizer, so all are
+final when `step` returns, and the copy overlaps the next pass. `asymmetric` shares `Pooled`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """Gemini: copies every snapshot into the memory of peers, and sends it in the network's idle gaps.
 
-Wang et al., SOSP 2023. Each machine's state lies in its own memory and in that of its group, so a lost machine restores
-from its peers and not from storage, and saves can be as frequent as steps. Here the peers' memory is the cluster's:
-each chunk lies on one server and on `replicas` others of its group (`_tiers.slot_table`). Shared memory holds two
-snapshots, and storage stands behind all; a restore asks them in that order.
+Here the peers' memory is the cluster's: each chunk lies on one server and on `replicas` others of its group
+(`_tiers.slot_table`). Shared memory holds two snapshots, and storage stands behind all. A gap begins where an optimizer
+steps, and ends where the backward pass begins; `Gaps` keeps the median length of the last ones, and a chunk passes if
+the rest of the gap is long enough for it. The interval is ``profiled``, as in the paper.
 
-Data-parallel ranks exchange gradients during the backward pass. A gap begins where an optimizer steps, lasts through
-the next forward pass, and ends where the backward pass begins. `Gaps` keeps the median length of the last ones. A chunk
-passes if the rest of the gap is long enough for it, by the rate of earlier chunks. If no gap comes for two usual steps,
-or before anything is measured, every chunk passes. A training thread that waits for the sender is in no backward pass,
-so its gap stays open and everything passes. The interval is ``profiled``, as in the paper: one step if a snapshot fits
-into the gaps of one, else as many as it needs.
-
-Where we differ: the paper sends through NCCL between GPU buffers, we send through sockets from shared memory. Limit:
-under FSDP the forward pass uses the network too, which `Gaps` does not know.
+Wang et al., SOSP 2023. The paper sends through NCCL between GPU buffers, we send through sockets from shared memory.
+Under FSDP the forward pass uses the network too, which `Gaps` does not know.
 """
 
 from __future__ import annotations

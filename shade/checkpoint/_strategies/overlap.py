@@ -1,18 +1,9 @@
 """Overlap: a thread copies during the next forward and backward pass; the optimizer's step waits for the rest.
 
 Parameters and optimizer state change in the optimizer's step only, so a thread can copy them between two steps. All
-else (batch-norm statistics, generators, a sampler's cursor) may change at any time, is small, and is copied at once.
-The idea is DataStates-LLM's (Maurya et al., HPDC 2024) and ACUTE's; there the user had to wait, or the wait did not
-work. `ThreadedCopy` does that, and published methods derive from it.
-
-The price is interference. Where the training keeps every core busy, the thread takes time from operations of several
-threads, which end with their slowest, and the copy costs more than it would have alone. So `overlap`, the default,
-counts idle cores between an optimizer's steps (`CoresLeft`). If there are none, and the state lies on the host, it
-copies at once, as `copy` does; on a device a copy takes no core. The first save, before anything is counted, is copied
-in the background. It hooks optimizers and no module, so the modules stay as they were (decision 0048).
-
-`CoresLeft` reads each core's idle time from ``/proc/stat`` (proc(5)). PyTorch threads that wait for each other spin and
-count as busy. That is right: a thread that takes their core would keep the others waiting.
+else (batch-norm statistics, generators, a sampler's cursor) is small, and is copied at once. `ThreadedCopy` does that,
+and published methods derive from it. Where the training keeps every core busy and the state lies on the host, `overlap`
+copies at once, as `copy` does (decision 0048). The idea is DataStates-LLM's (Maurya et al., HPDC 2024) and ACUTE's.
 """
 
 from __future__ import annotations
@@ -35,7 +26,7 @@ from shade.checkpoint._strategies.base import STRATEGIES, Strategy, copy_at_once
 from shade.errors import TornSnapshotError
 
 PROFILED_STEPS: Final = 10
-"""Steps that are remembered, as in AsymCheck's warm-up: fewer are noise, more are the past."""
+"""Steps in the average, as in AsymCheck's warm-up: fewer are too noisy, more describe the past."""
 _STAT: Final = Path("/proc/stat")
 _IDLE_COLUMNS: Final = slice(4, 6)
 """The columns of idle time and of waiting for a disk."""
@@ -56,6 +47,8 @@ class ThreadedCopy(Strategy):
         running: Future[None] = Future()
         self._running = running
         try:
+            # What may change at any time (batch-norm statistics, generators, a sampler's cursor) is small, and cannot
+            # wait.
             copying.settle(name for name in copying.names if name not in copying.steady)
             if self._secure(copying):
                 self._running = None
@@ -116,6 +109,8 @@ class Overlap(ThreadedCopy):
     @override
     def begin(self, copying: Copying) -> Future[None]:
         self._cores.drop()  # a training that waits for room, or for this copy, leaves its cores idle
+        # Beside a training that keeps every core busy, the thread takes time from operations of several threads, which
+        # end with their slowest: the copy would cost more than it does at once. On a device a copy takes no core.
         if self._cores.number() == 0 and not copying.is_of_devices:
             self._running = copy_at_once(copying, self._helper)
             return self._running
@@ -171,5 +166,7 @@ def _idle_seconds() -> tuple[float, float] | None:
         lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
     except (OSError, AttributeError):  # not Linux
         return None
+    # PyTorch threads that wait for each other spin and count as busy. That is right: a thread that takes their core
+    # would keep the others waiting.
     ticks = sum(int(ticks) for line in lines if line[0] in ours for ticks in line[_IDLE_COLUMNS])
     return ticks / os.sysconf("SC_CLK_TCK"), time.perf_counter()

@@ -1,21 +1,12 @@
 """Measures the windows of a training step, and divides a snapshot among them.
 
 A window begins where a module's forward pass begins, and where the gradient of its output arrives, which is where its
-backward pass begins. So a step is a sequence of marks, the same in every step of a regular model. Windows are measured
-all the time, in steps without a copy: a plan uses the median of the last few, so it follows changes. (AsymCheck
-profiles ten steps once.) On a device the marks are events on the current stream, since a hook there sees when work is
-submitted, not when it is done.
+backward pass begins. Windows are measured all the time, in steps without a copy: a plan uses the median of the last
+few. Modules without children get the hooks, since they do nearly all the work. Two calls a module and step, some
+microseconds each. What hooks modules is no default (decision 0048).
 
-Modules without children get the hooks, since they do nearly all the work; compiled modules get none. Backward marks
-hang on the outputs' gradients: `register_full_backward_pre_hook` would forbid in-place operations on them, such as an
-in-place ReLU. Price: two calls a module and step, some microseconds each. A copy of a hooked module, pickled or not,
-has hooks that do nothing (`ModuleHook`). PyTorch's fused attention for evaluation leaves hooked modules alone, and
-TorchScript refuses them, so what hooks modules is no default (decision 0048).
-
-`partition` divides a state of R bytes (AsymCheck, DAC 2026): t_i seconds get r_i = R · t_i / (ΣT_f + ΣT_b) bytes. Equal
-partitions would stall in the short windows of the forward pass. The published code corrects the rounding of each pass
-by itself, so its partitions hold the state twice; here the cumulative shares are rounded once. Invariant: the
-partitions add up to R.
+`partition` divides a state of R bytes (AsymCheck, DAC 2026): t_i seconds get r_i = R · t_i / (ΣT_f + ΣT_b) bytes.
+Invariant: the partitions add up to R.
 """
 
 from __future__ import annotations

@@ -1,24 +1,14 @@
 """Encodes k data pieces into r parity pieces, so that any k of the k + r restore the data.
 
 `ErasureCode` is a systematic Cauchy code over GF(256): the data is stored unchanged, and parity row j is the sum of the
-pieces, each multiplied by a constant. Every square submatrix of a Cauchy matrix is invertible and stays so when rows
-and columns are scaled. The columns are scaled until the first row is all ones (parity 0 is a plain XOR), the other rows
-until their constants have few bits.
-
-Multiplication needs no tables. A piece is eight strips, and strip b holds bit b of every field element. Multiplying by
-a constant is then an 8 × 8 bit matrix, that is XORs of whole strips: numpy does them at memory speed without holding
-the GIL. Decision 0010 has the figures, and the libraries that were slower.
-
-`Stripe` applies the code to k chunks of a shard. It uses a piece only after it has checked the digest, because a
-damaged piece would make the rebuilt one wrong. The manifest has the digests of chunks; a parity piece ends with its
-own. The last stripe of a shard may be short; its missing chunks count as zeros.
+pieces, each multiplied by a constant; parity 0 is a plain XOR. `Stripe` applies the code to k chunks of a shard; the
+missing chunks of the last stripe count as zeros. Decision 0010 has the figures, and the libraries that were slower.
 
 Invariant: `Stripe.rebuild` returns only what verified pieces gave; from any k pieces `ErasureCode.rebuild` returns what
 `encode` was given, byte for byte.
 
 References:
-    Blömer et al., "An XOR-Based Erasure-Resilient Coding Scheme", ICSI TR-95-048, 1995. Plank and Xu, "Optimizing
-    Cauchy Reed-Solomon Codes for Fault-Tolerant Network Storage Applications", NCA 2006, §4 (scaling the matrix).
+    Blömer et al., ICSI TR-95-048, 1995; Plank and Xu, NCA 2006, §4 (scaling the matrix).
 """
 
 from __future__ import annotations
@@ -78,6 +68,7 @@ def parity_rows(num_data: int, num_parity: int) -> list[list[int]]:
     """Returns r rows of k constants, none of them 0, the first row all ones: a Cauchy matrix, scaled so that the
     constants have few bits. k + r ≤ 256."""
     rows = [[inverse(num_data + row ^ column) for column in range(num_data)] for row in range(num_parity)]
+    # Every square submatrix of a Cauchy matrix is invertible, and stays so when rows and columns are scaled.
     first = [inverse(constant) for constant in rows[0]]
     rows = [[multiply(constant, scale) for constant, scale in zip(row, first, strict=True)] for row in rows]
     scaled = rows[:1]
@@ -175,6 +166,8 @@ def _combine(constants: Sequence[int], pieces: Sequence[Words], total: npt.NDArr
     for piece in plain[2:]:
         np.bitwise_xor(words, piece, out=words)
     steps = [
+        # A piece is eight strips, and strip b holds bit b of every field element: multiplying is an 8 × 8 bit matrix,
+        # that is XORs of whole strips, which numpy does at memory speed without holding the GIL.
         (bit, to, piece.reshape(_BITS, -1))
         for constant, piece in zip(constants, pieces, strict=True)
         if constant != 1
@@ -262,6 +255,7 @@ class Stripe:
         if number not in self._chunks:
             entry = self._manifest.chunks[number]
             content = self._read(self._names.chunk(self._slot, self._manifest.rank, number), entry.num_bytes)
+            # A damaged piece would make the rebuilt one wrong, so a piece is used only after its digest was checked.
             is_intact = content is not None and digest_of(content) == entry.digest
             self._chunks[number] = content if is_intact else None
         return self._chunks[number]

@@ -9,7 +9,7 @@ copy, GET from the socket into the caller's memory (`Store.get_many_into`). Smal
 first correct one counts. A write needs every server: if one is down, `prepare` refuses and the caller saves elsewhere.
 A read uses the servers that answer.
 
-Invariant: a place in `held` was complete on every server when its record was written, and nothing of an earlier
+Invariant: a location in `held` was complete on every server when its record was written, and nothing of an earlier
 snapshot in that slot can be found. With `SlotLayout.survives` ≥ 1 this holds after the loss of that many servers.
 """
 
@@ -100,7 +100,7 @@ class MemoryTier(Tier):
         self._num_threads, self._in_flight = num_threads, in_flight
         self._table_lock = threading.Lock()  # held while the table is read, changed and written
         self._pending: dict[str, int] = {}
-        """Slot numbers by place, oldest first: claimed here and not committed yet."""
+        """Slot numbers by location, oldest first: claimed here and not committed yet."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shade-memory-tier")
         layout = self._layout()
         self.survives = layout.survives
@@ -121,6 +121,7 @@ class MemoryTier(Tier):
             while len(self._pending) >= self._in_flight:  # the oldest one failed without a call of discard()
                 del self._pending[next(iter(self._pending))]
             layout, (table, tags) = self._layout(), self._records.table()
+            # Before anything changes: a snapshot that does not fit must not cost the one whose slot it would take.
             number, reused = self._choice.to_reuse(table, self._pending)
             check_capacity(self.store, layout, shard_bytes, reused, self._num_threads * CHUNK_BYTES)
             for slot in reused:
@@ -130,8 +131,8 @@ class MemoryTier(Tier):
                 table = table if slot.number == number else table.without(slot.number)
             table = table.with_slot(number, step, layout, tuple(shard_bytes))
             self._records.write_table(table, tags)
-            self._pending[table.slots[number].place] = number
-            return table.slots[number].place
+            self._pending[table.slots[number].location] = number
+            return table.slots[number].location
 
     def spare_bytes(self, shard_bytes: Sequence[int]) -> int | None:
         """Returns the bytes that the servers have left after such a snapshot, or as they are; see `spare_bytes`."""
@@ -139,13 +140,14 @@ class MemoryTier(Tier):
         return spare_bytes(self.store, self._layout(), shard_bytes, reused, self._num_threads * CHUNK_BYTES)
 
     @override
-    def put(self, place: str, shard: Shard) -> None:
+    def put(self, location: str, shard: Shard) -> None:
         # What ``shard.chunks`` yields must stay unchanged until this returns.
-        slot, manifest = self._claimed_slot(place), shard.manifest
+        slot, manifest = self._claimed_slot(location), shard.manifest
         num_chunks, extent = len(manifest.chunks), extent_name(slot, manifest.rank)
         before = self._records.extent(slot, manifest.rank)
         if before > num_chunks:
             self.store.delete_many(list(self._records.names.content(slot, manifest.rank, num_chunks, before)))
+        # Raised before the chunks are written, so that all of them are found when the slot is erased later.
         if before != num_chunks:
             self._records.write_everywhere(slot, extent, b"%d" % num_chunks)
         group = max(1, slot.layout.num_data)
@@ -168,8 +170,8 @@ class MemoryTier(Tier):
         self._records.write(items)
 
     @override
-    def commit(self, place: str, record: Commit) -> None:
-        slot = self._claimed_slot(place)
+    def commit(self, location: str, record: Commit) -> None:
+        slot = self._claimed_slot(location)
         if self._flushed:
             self._records.write_everywhere(slot, dirty_name(slot), b"%d" % record.step)
         try:
@@ -178,14 +180,14 @@ class MemoryTier(Tier):
             with contextlib.suppress(StoreError):
                 self._records.erase_record(slot)
             raise
-        self._pending.pop(place, None)
+        self._pending.pop(location, None)
 
     @override
-    def discard(self, place: str) -> None:
-        self._pending.pop(place, None)
+    def discard(self, location: str) -> None:
+        self._pending.pop(location, None)
         with self._table_lock:
             table, tags = self._records.table()
-            slot = table.find(place)
+            slot = table.find(location)
             if slot is not None:
                 self._records.erase_record(slot)
                 self._records.erase_content(slot, range(len(slot.shard_bytes)))
@@ -194,25 +196,25 @@ class MemoryTier(Tier):
     # ------------------------------------------------------------------------------------------------ dirty bits
 
     def dirty(self) -> list[tuple[str, Commit]]:
-        """Returns the place and record of each snapshot that is not in storage yet, oldest first."""
+        """Returns the location and record of each snapshot that is not in storage yet, oldest first."""
         table, tags = self._records.table()
-        self._slots = {slot.place: slot for slot in table.slots.values()}
+        self._slots = {slot.location: slot for slot in table.slots.values()}
         commits = self._records.committed(table)
         self.damaged = self._records.damaged(table, tags, commits)
         found = [(table.slots[number], commit) for number, commit in commits.items()]
         found = [(slot, commit) for slot, commit in found if self._records.has(slot, dirty_name(slot))]
-        return [(slot.place, commit) for slot, commit in sorted(found, key=lambda each: each[1].sequence)]
+        return [(slot.location, commit) for slot, commit in sorted(found, key=lambda each: each[1].sequence)]
 
-    def is_dirty(self, place: str) -> bool:
+    def is_dirty(self, location: str) -> bool:
         """Returns whether that snapshot is not in storage yet."""
-        slot = self._find(place)
+        slot = self._find(location)
         return slot is not None and self._records.has(slot, dirty_name(slot))
 
-    def mark_clean(self, place: str, step: int) -> None:
+    def mark_clean(self, location: str, step: int) -> None:
         """Clears the dirty bit and the hold: the snapshot is in storage, or is given up. A slot that holds another step
         by now is left unchanged."""
         table, _ = self._records.table()
-        slot = table.find(place)  # from the current table: a store that came back empty restarts its generations
+        slot = table.find(location)  # from the current table: a store that came back empty restarts its generations
         if slot is not None and slot.step == step:
             for name in (dirty_name(slot), hold_name(slot)):
                 self.store.delete_many(self._records.names.everywhere(slot, name))
@@ -225,15 +227,15 @@ class MemoryTier(Tier):
             return False
         return True
 
-    def hold(self, place: str) -> None:
+    def hold(self, location: str) -> None:
         """Asks `prepare` not to overtake a dirty snapshot until it is clean or `release_hold` is called."""
-        slot = self._find(place)
+        slot = self._find(location)
         if slot is not None:
             self._records.write_everywhere(slot, hold_name(slot), b"1")
 
-    def release_hold(self, place: str) -> None:
+    def release_hold(self, location: str) -> None:
         """Takes `hold` back."""
-        slot = self._find(place)
+        slot = self._find(location)
         if slot is not None:
             self.store.delete_many(self._records.names.everywhere(slot, hold_name(slot)))
 
@@ -244,41 +246,43 @@ class MemoryTier(Tier):
         table, tags = self._records.table()
         commits = self._records.committed(table)
         self.damaged = self._records.damaged(table, tags, commits)
-        self._slots = {slot.place: slot for slot in table.slots.values()}
-        self._commits = {table.slots[number].place: commit for number, commit in commits.items()}
-        copies = [self._slots[place].layout.num_copies for place in self._commits]
+        self._slots = {slot.location: slot for slot in table.slots.values()}
+        self._commits = {table.slots[number].location: commit for number, commit in commits.items()}
+        copies = [self._slots[location].layout.num_copies for location in self._commits]
         self.num_copies = max([self._layout().num_copies, *copies])
         return dict(self._commits)
 
     @override
-    def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
+    def read_manifest(self, location: str, rank: int, copy: int = 0) -> bytes | None:
         # Every server has one: returns the first that matches the record, starting from number ``copy``.
-        slot = self._find(place)
+        slot = self._find(location)
         if slot is None:
             return None
         keys = self._records.names.everywhere(slot, manifest_name(slot, rank))
         start = copy % len(keys)
         found = [content for content in self.store.get_many(keys[start:] + keys[:start]) if content is not None]
-        record = self._commits.get(place)
+        record = self._commits.get(location)
         if record is not None and rank < record.world_size:
             found.sort(key=lambda content: digest_of(content) != record.manifests[rank])
         return found[0] if found else None
 
     @override
-    def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
+    def read_chunks(
+        self, location: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0
+    ) -> list[Bytes | None]:
         ends = np.cumsum([manifest.chunks[number].num_bytes for number in numbers]).tolist()
         memory = np.empty(ends[-1] if ends else 0, np.uint8).data  # one allocation: the kernel uses huge pages
         buffers = [memory[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        found = self.read_chunks_into(place, manifest, numbers, buffers, copy)
+        found = self.read_chunks_into(location, manifest, numbers, buffers, copy)
         return [buffer if is_there else None for buffer, is_there in zip(buffers, found, strict=True)]
 
     @override
     def read_chunks_into(
-        self, place: str, manifest: Manifest, numbers: Sequence[int], buffers: Sequence[memoryview], copy: int = 0
+        self, location: str, manifest: Manifest, numbers: Sequence[int], buffers: Sequence[memoryview], copy: int = 0
     ) -> list[bool]:
         # Straight from the socket: half the time of reading and copying. Copy 0 is the chunk; the others are its
         # replicas, or its reconstructions through each parity row.
-        slot = self._find(place)
+        slot = self._find(location)
         found = dict.fromkeys(numbers, False)
         if slot is None:
             return list(found.values())
@@ -304,13 +308,13 @@ class MemoryTier(Tier):
         return [found[number] for number in numbers]
 
     @override
-    def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
+    def repair(self, location: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
         # What lies on every server is written again too, for a server that came back empty.
         table, _ = self._records.table()
-        slot = table.find(place)
+        slot = table.find(location)
         record = self._records.committed(table).get(slot.number) if slot else None
         if slot is None or record is None:
-            raise StoreError(f"expected a snapshot in {place}, got none; it was replaced by a newer one")
+            raise StoreError(f"expected a snapshot in {location}, got none; it was replaced by a newer one")
         is_dirty = self._records.has(slot, dirty_name(slot))
         self._records.write_everywhere(slot, extent_name(slot, manifest.rank), b"%d" % len(manifest.chunks))
         self._records.write_everywhere(slot, manifest_name(slot, manifest.rank), manifest.to_bytes())
@@ -344,20 +348,20 @@ class MemoryTier(Tier):
         # The store stays open.
         self._pool.shutdown()
 
-    def _find(self, place: str) -> Slot | None:
+    def _find(self, location: str) -> Slot | None:
         """Returns the slot from the last table that was read, else from the current one."""
-        if place not in self._slots:
+        if location not in self._slots:
             table, _ = self._records.table()
-            self._slots |= {slot.place: slot for slot in table.slots.values()}
-        return self._slots.get(place)
+            self._slots |= {slot.location: slot for slot in table.slots.values()}
+        return self._slots.get(location)
 
-    def _claimed_slot(self, place: str) -> Slot:
+    def _claimed_slot(self, location: str) -> Slot:
         """Returns the slot that `prepare` claimed; raises StoreError if the table does not have it any more."""
         table, _ = self._records.table()
-        slot = table.find(place)
+        slot = table.find(location)
         if slot is None:
             cure = "was the store emptied, or does another process save under this run id?"
-            raise StoreError(f"expected {place} of run {self.run!r} to be ours, got a table without it; {cure}")
+            raise StoreError(f"expected {location} of run {self.run!r} to be ours, got a table without it; {cure}")
         return slot
 
     def _run_in_threads(self, action: Callable[[T], object], items: Iterable[T]) -> None:

@@ -1,23 +1,12 @@
 """Lets one live process at a time save under a run id, by a lock record that its owner keeps changing.
 
-Two processes that save under one id would overwrite each other's slots and folders. So rank 0 writes a record, in the
-store or in storage, with its name and a count that rises with every heartbeat. A process that finds a record decides
-whether its owner is alive:
+Rank 0 writes a record, in the store or in storage, with its name and a count that rises with every heartbeat. Its owner
+is dead if it was on this machine and its process is gone, or if the record does not change for three heartbeats. Else
+`RunInUseError` names the owner's host and process.
 
-* The owner was on this machine and its process is gone: dead. A restart continues at once.
-* The record does not change for three heartbeats: dead. Clocks of two machines are never compared.
-* The record changes: `RunInUseError`, with the owner's host and process.
-
-Races: 1. *Two processes start at the same moment.* Both write; the later write wins, and the earlier process reads back
-a name that is not its own. 2. *An owner is suspended for longer than three heartbeats and replaced.* When it continues,
-it finds another name at its next heartbeat or save, writes nothing more, and raises. 3. *It had read its own name and
-writes a heartbeat just after it was replaced.* Then the new owner finds the old name and raises: one of the two
-continues, and both run for at most one heartbeat. A slot or folder that both wrote in that time matches no digest.
-
-A store that does not answer does not stop a training: heartbeats and checks are skipped until it is back. The flusher
-of a run holds a second lock under another name, and `ENDED` marks a run that ended normally. Keys are written under
-several placements, so that they outlive a server. Tools list the runs of a store or volume with `runs_in_store` and
-`runs_in_volume`.
+Of two processes that take a lock at once the later write wins; the other reads back a foreign name, at the latest one
+heartbeat later, and raises. A slot or folder that both wrote in that time matches no digest. A store that does not
+answer does not stop a training. The flusher of a run holds a second lock, and `ENDED` marks a run that ended normally.
 """
 
 from __future__ import annotations
@@ -57,7 +46,7 @@ def spread_keys(run: str, name: str) -> list[str]:
 
 _STORE_HEARTBEAT_SECONDS: Final = 1.0
 _STORAGE_HEARTBEAT_SECONDS: Final = 5.0
-"""A write to a disk or a bucket costs more."""
+"""Longer than in a store, because a write to a disk or a bucket costs more."""
 _HEARTBEATS_TO_WAIT: Final = 3
 _READS_PER_HEARTBEAT: Final = 10
 
@@ -89,7 +78,7 @@ class LockRecord:
 
 
 class _LockBackend(Protocol):
-    """Reads and writes the lock record in one place."""
+    """Reads and writes the lock record in one location."""
 
     def read(self) -> bytes | None: ...
 
@@ -178,6 +167,8 @@ class RunLock:
         self._stop.clear()
         self._replaced_by = None
         self._write(0)
+        # Of two processes that start at the same moment the later write wins; the earlier one reads a foreign name
+        # here.
         winner = _read_record(self._backend)
         if winner is not None and winner.owner != self._owner:
             raise self._in_use(winner)
@@ -227,6 +218,8 @@ class RunLock:
         while not self._stop.wait(self._heartbeat_seconds):
             count += 1
             try:
+                # An owner that was suspended for longer than three heartbeats finds its successor's name, and writes
+                # nothing more.
                 if not self._check_owner():
                     return
                 self._write(count)
@@ -261,6 +254,7 @@ def _read_record(backend: _LockBackend) -> LockRecord | None:
 def _live_owner(backend: _LockBackend) -> LockRecord | None:
     """Returns the record of the owner if it is alive, else None."""
     found = _read_record(backend)
+    # A restart on the same machine continues at once.
     if found is None or _is_dead(found):
         return None
     deadline = time.monotonic() + _HEARTBEATS_TO_WAIT * found.beat_seconds
@@ -269,6 +263,7 @@ def _live_owner(backend: _LockBackend) -> LockRecord | None:
         now = _read_record(backend)
         if now is None or _is_dead(now):
             return None
+        # It lives. The time that counts is that of this process: clocks of two machines are never compared.
         if now != found:
             return now
     return None

@@ -1,22 +1,8 @@
 """Says where everything of a snapshot lies in the cluster's memory: the table of slots, the keys, the servers.
 
-::
-
-    shade:checkpoint:<run>:{<tag>}table                    every slot: number, generation, step, layout
-                                  commit:<slot>.<gen>      the commit record
-                                  dirty:<slot>.<gen>       exists while the snapshot is in memory only
-                                  extent:<slot>:<rank>     upper bound of that rank's number of chunks
-                                  manifest:<slot>:<rank>
-                                  chunk:<slot>:<rank>:<number>
-                                  parity:<slot>:<rank>:<stripe>:<row>
-
-The tag alone decides which server holds a key. The first five are small and lie on every server; chunks and parity are
-spread. Tags are chosen from the cluster at the moment when a slot is claimed, and are stored in the table with it, so
-a cluster that is rearranged later only redirects the reader. The table is searched under every tag that could have been
-chosen (`placement_tags`, one batch of 256 small reads); the one with the highest generation counts.
-
-Each claim of a slot gets a new generation, which is in the names of what makes a snapshot exist. So a record of an
-earlier claim that reappears on a server that was down has a name that is never read.
+docs/format.md §7 lists the keys. The tag alone decides which server holds a key. Small values (table, record, dirty
+bit, manifest) lie on every server; chunks and parity are spread. Tags are chosen from the cluster at the moment when a
+slot is claimed, and are stored in the table with it, so a cluster that is rearranged later only redirects the reader.
 
 `SlotRecords` reads and writes the small values. A read takes the newest, or the first correct, of several answers. That
 a record or a dirty bit is gone is believed only of a server that answers: a slot is reused because of it. A write must
@@ -101,12 +87,9 @@ class SlotLayout:
         return [self.tags[first + (home - first + copy) % length] for copy in range(1 + self.replicas)]
 
     def _group(self, home: int) -> tuple[int, int]:
-        """Returns the first server and the length of the group that a server belongs to.
-
-        With m copies, a snapshot is lost when m servers that hold the same chunk are lost. If the copies of each chunk
-        lay on the m servers from its home on, almost any m neighbours would do; of groups of m there are only N / m. So
-        Gemini places copies in groups (SOSP 2023, §4); the last group takes the remaining servers.
-        """
+        """Returns the first server and the length of the group that a server belongs to (Gemini, SOSP 2023, §4)."""
+        # With m copies, a snapshot is lost when m servers that hold the same chunk are lost. If copies lay on the m
+        # servers from a chunk's home on, almost any m neighbours would do; of groups of m there are only N / m.
         num_servers, num_copies = len(self.tags), 1 + self.replicas
         if not self.grouped:
             return 0, num_servers
@@ -139,8 +122,8 @@ class Slot:
     """Stored length of each rank's shard; empty after the slot was emptied."""
 
     @property
-    def place(self) -> str:
-        """Name of the place in the `Tier` interface."""
+    def location(self) -> str:
+        """Name of the location in the `Tier` interface."""
         return f"slot-{self.number}.{self.generation}"
 
 
@@ -154,6 +137,8 @@ class SlotTable:
 
     def with_slot(self, number: int, step: int, layout: SlotLayout, shard_bytes: tuple[int, ...]) -> SlotTable:
         """Returns the table after the next claim."""
+        # The generation is in the names of what makes a snapshot exist: a record of an earlier claim that reappears on
+        # a server that was down has a name that is never read.
         generation = self.generation + 1
         slot = Slot(number, generation, step, layout, shard_bytes)
         return SlotTable(generation, {**self.slots, number: slot})
@@ -168,9 +153,9 @@ class SlotTable:
         kept = {other: slot for other, slot in self.slots.items() if other != number}
         return replace(self, generation=self.generation + 1, slots=kept)
 
-    def find(self, place: str) -> Slot | None:
-        """Returns the slot of that place, or None if it was claimed again since."""
-        return next((slot for slot in self.slots.values() if slot.place == place), None)
+    def find(self, location: str) -> Slot | None:
+        """Returns the slot of that location, or None if it was claimed again since."""
+        return next((slot for slot in self.slots.values() if slot.location == location), None)
 
     def to_bytes(self) -> bytes:
         """Returns JSON, preceded by its digest."""
@@ -268,6 +253,8 @@ class SlotRecords:
         contents = self._store.get_many(list(self._table_keys.values()))
         found = [tag for tag, content in zip(self._table_keys, contents, strict=True) if content is not None]
         tables = [SlotTable.parse(content) for content in contents if content is not None]
+        # Searched under every tag that could have been chosen, in one batch: the cluster may have been rearranged
+        # since.
         newest = max((table for table in tables if table is not None), key=lambda t: t.generation, default=SlotTable())
         return newest, found
 
@@ -312,9 +299,9 @@ class SlotRecords:
             raise StoreUnavailableError(f"only {num_answering} of {num_servers} servers of {self._store.url} answer")
 
     def damaged(self, table: SlotTable, old_tags: Sequence[str], commits: Mapping[int, Commit]) -> list[str]:
-        """Returns the places whose record exists and is readable in no copy, or the table itself."""
+        """Returns the locations whose record exists and is readable in no copy, or the table itself."""
         rotten = [slot for number, slot in table.slots.items() if number not in commits]
-        found = [slot.place for slot in rotten if self.has(slot, commit_name(slot))]
+        found = [slot.location for slot in rotten if self.has(slot, commit_name(slot))]
         return found if table.generation or not old_tags else [TABLE_NAME]
 
     def has(self, slot: Slot, name: str) -> bool:

@@ -1,15 +1,8 @@
 """Stores snapshots in durable storage: a folder per step, a data file and a manifest per rank, the commit record last.
 
-::
-
-    <run>/step-0000000120/rank-0.safetensors    header and chunks; rank-0.chunks with a codec other than none
-                          rank-0.json           the manifest
-                          commit.json           the record; without it the folder does not count
-    <run>/step-0000000120.2/…                   the same step saved again while the first one existed
-
-Every file appears complete or not at all (`Volume.write`), so only the order matters: shards before the record; on
-removal, the record before the shards. There is one copy; damage is repaired from another tier or not at all. A repair
-writes the shard's whole file again, because buckets cannot be patched.
+docs/format.md §2 has the names of the files. Every file appears complete or not at all (`Volume.write`), so only the
+order matters: shards before the record; on removal, the record before the shards. There is one copy; damage is repaired
+from another tier or not at all.
 """
 
 from __future__ import annotations
@@ -59,7 +52,7 @@ class StorageTier(Tier):
     @override
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
         # A snapshot of the same step stays until the new one is committed.
-        place, names = self._free_place(step)
+        location, names = self._free_location(step)
         free_bytes, needed_bytes = self._volume.free_bytes(), sum(shard_bytes) + _SPARE_BYTES
         if free_bytes is not None and free_bytes < needed_bytes:
             free_bytes += sum(self._volume.size_bytes(name) or 0 for name in names)
@@ -68,38 +61,38 @@ class StorageTier(Tier):
                     f"expected room for {needed_bytes / 1e6:.1f} MB in {self._volume.url}, got "
                     f"{free_bytes / 1e6:.1f} MB free; free some space, keep fewer snapshots, or store elsewhere"
                 )
-        self._remove(place, names)
-        return place
+        self._remove(location, names)
+        return location
 
-    def _free_place(self, step: int) -> tuple[str, Sequence[str]]:
+    def _free_location(self, step: int) -> tuple[str, Sequence[str]]:
         """Returns the first folder for a step without a record, readable or not, and the files in it."""
         first = f"{self._run}/step-{step:010d}"
         for number in itertools.count(1):
-            place = first if number == 1 else f"{first}.{number}"
-            if self._volume.size_bytes(f"{place}/{_RECORD}") is None:
-                names = self._volume.list(f"{place}/")
-                if f"{place}/{_RECORD}" not in names:
-                    return place, names
+            location = first if number == 1 else f"{first}.{number}"
+            if self._volume.size_bytes(f"{location}/{_RECORD}") is None:
+                names = self._volume.list(f"{location}/")
+                if f"{location}/{_RECORD}" not in names:
+                    return location, names
         raise AssertionError("the numbers have no end")
 
     @override
-    def put(self, place: str, shard: Shard) -> None:
+    def put(self, location: str, shard: Shard) -> None:
         manifest = shard.manifest
-        self._write_data(place, manifest, shard.chunks)
-        self._volume.write(_manifest_name(place, manifest.rank), [manifest.to_bytes()])
+        self._write_data(location, manifest, shard.chunks)
+        self._volume.write(_manifest_name(location, manifest.rank), [manifest.to_bytes()])
 
     @override
-    def commit(self, place: str, record: Commit) -> None:
+    def commit(self, location: str, record: Commit) -> None:
         # Lists the files again: another process may have swept them meanwhile.
-        names = self._volume.list(f"{place}/rank-")
+        names = self._volume.list(f"{location}/rank-")
         written = Counter(name.rpartition(".")[0] for name in names)
-        missing = [rank for rank in range(record.world_size) if written[f"{place}/rank-{rank}"] < 2]
+        missing = [rank for rank in range(record.world_size) if written[f"{location}/rank-{rank}"] < 2]
         if missing:
             raise StorageError(
-                f"expected data and manifest of rank {missing[0]} in {place} of {self._volume.url} before its commit, "
-                f"got {names!r}; check which other process writes or removes there, and save again"
+                f"expected data and manifest of rank {missing[0]} in {location} of {self._volume.url} before its "
+                f"commit, got {names!r}; check which other process writes or removes there, and save again"
             )
-        self._volume.write(f"{place}/{_RECORD}", [record.to_bytes()])
+        self._volume.write(f"{location}/{_RECORD}", [record.to_bytes()])
 
     @override
     def held(self) -> Mapping[str, Commit]:
@@ -108,27 +101,29 @@ class StorageTier(Tier):
         found: dict[str, Commit] = {}
         damaged: list[str] = []
         for name, content in zip(names, self._volume.read_many(names), strict=True):
-            place = name.removesuffix(f"/{_RECORD}")
+            location = name.removesuffix(f"/{_RECORD}")
             if content is None:
                 logger.warning("%s in %s cannot be read: this snapshot does not count", name, self._volume.url)
-                damaged.append(place)
+                damaged.append(location)
                 continue
             try:
-                found[place] = Commit.parse(content)
+                found[location] = Commit.parse(content)
             except CorruptCheckpointError as error:
                 logger.warning("%s in %s: %s: this snapshot does not count", name, self._volume.url, error)
-                damaged.append(place)
+                damaged.append(location)
         self.damaged = damaged
         return found
 
     @override
-    def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
-        return self._volume.read_many([_manifest_name(place, rank)])[0]
+    def read_manifest(self, location: str, rank: int, copy: int = 0) -> bytes | None:
+        return self._volume.read_many([_manifest_name(location, rank)])[0]
 
     @override
-    def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
+    def read_chunks(
+        self, location: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0
+    ) -> list[Bytes | None]:
         # Adjacent chunks are read in one range.
-        name = _data_name(place, manifest)
+        name = _data_name(location, manifest)
         num_bytes = self._volume.size_bytes(name) or 0
         bounds = _chunk_bounds(manifest)
         found: dict[int, Bytes] = {}
@@ -139,14 +134,14 @@ class StorageTier(Tier):
     @override
     def read_chunks_into(
         self,
-        place: str,
+        location: str,
         manifest: Manifest,
         numbers: Sequence[int],
         buffers: Sequence[memoryview],
         copy: int = 0,
     ) -> list[bool]:
         # Each chunk goes straight to its destination, without a copy where the volume can do so.
-        name, bounds = _data_name(place, manifest), _chunk_bounds(manifest)
+        name, bounds = _data_name(location, manifest), _chunk_bounds(manifest)
         found = []
         for number, buffer in zip(numbers, buffers, strict=True):
             try:
@@ -158,27 +153,27 @@ class StorageTier(Tier):
         return found
 
     @override
-    def has_whole_file(self, place: str, manifest: Manifest) -> bool:
-        name, header = _data_name(place, manifest), _header(manifest)
+    def has_whole_file(self, location: str, manifest: Manifest) -> bool:
+        name, header = _data_name(location, manifest), _header(manifest)
         if self._volume.size_bytes(name) != len(header) + manifest.stored_bytes:
             return False
         return self._volume.read(name, 0, len(header)) == header
 
     @override
-    def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
+    def repair(self, location: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
         # A correct file is not written again.
-        if damaged or not self.has_whole_file(place, manifest):
-            self._write_data(place, manifest, self._repaired_chunks(place, manifest, damaged))
+        if damaged or not self.has_whole_file(location, manifest):
+            self._write_data(location, manifest, self._repaired_chunks(location, manifest, damaged))
         content = manifest.to_bytes()
-        if self.read_manifest(place, manifest.rank) != content:
-            self._volume.write(_manifest_name(place, manifest.rank), [content])
+        if self.read_manifest(location, manifest.rank) != content:
+            self._volume.write(_manifest_name(location, manifest.rank), [content])
 
     @override
-    def discard(self, place: str) -> None:
-        self._remove(place, self._volume.list(f"{place}/"))
+    def discard(self, location: str) -> None:
+        self._remove(location, self._volume.list(f"{location}/"))
 
     def sweep(self, keep: Collection[str] = (), *, is_only_writer: bool = False) -> list[str]:
-        """Removes folders without a record, remains of interrupted saves, except the places in ``keep``; returns the
+        """Removes folders without a record, remains of interrupted saves, except the locations in ``keep``; returns the
         removed ones. Folders newer than the newest snapshot stay, because another process may be writing them, unless
         ``is_only_writer`` says that none is: we hold the run's lock and no save has begun."""
         names = self._volume.list(f"{self._run}/step-")
@@ -186,13 +181,13 @@ class StorageTier(Tier):
         held = {name.removesuffix(f"/{_RECORD}") for name in names if name.endswith(f"/{_RECORD}")}
         newest = max(map(_step_of, held), default=-1)
         seen = {name.rpartition("/")[0] for name in (*names, *unfinished)}
-        unfinished_places = (place for place in seen - held - set(keep) if _step_of(place) >= 0)
+        unfinished_locations = (location for location in seen - held - set(keep) if _step_of(location) >= 0)
         removed = []
-        for place in sorted(each for each in unfinished_places if is_only_writer or _step_of(each) < newest):
+        for location in sorted(each for each in unfinished_locations if is_only_writer or _step_of(each) < newest):
             # A writer that was suspended for long and lost its lock may have committed since the listing.
-            if self._volume.size_bytes(f"{place}/{_RECORD}") is None:
-                self._remove(place, [name for name in names if name.startswith(f"{place}/")])
-                removed.append(place)
+            if self._volume.size_bytes(f"{location}/{_RECORD}") is None:
+                self._remove(location, [name for name in names if name.startswith(f"{location}/")])
+                removed.append(location)
         if is_only_writer:
             self._volume.sweep(f"{self._run}/step-")  # and empty folders, which no listing shows
         return removed
@@ -211,8 +206,8 @@ class StorageTier(Tier):
     def tidy(self, *, is_only_writer: bool = False) -> None:
         """Sweeps before a run's first save; an error of the storage is only logged."""
         try:
-            for place in self.sweep(is_only_writer=is_only_writer):
-                logger.info("removed %s: an interrupted save", place)
+            for location in self.sweep(is_only_writer=is_only_writer):
+                logger.info("removed %s: an interrupted save", location)
         except StorageError as error:
             logger.warning("remains of interrupted saves could not be removed: %s", error)
 
@@ -220,13 +215,13 @@ class StorageTier(Tier):
     def close(self) -> None:
         self._volume.close()
 
-    def _remove(self, place: str, names: Sequence[str]) -> None:
+    def _remove(self, location: str, names: Sequence[str]) -> None:
         # The record first: from then on the folder does not count.
         self._volume.delete_many(sorted(names, key=lambda name: not name.endswith(f"/{_RECORD}")))
-        self._volume.sweep(f"{place}/")
+        self._volume.sweep(f"{location}/")
 
-    def _write_data(self, place: str, manifest: Manifest, chunks: Iterable[Bytes]) -> None:
-        name, header = _data_name(place, manifest), _header(manifest)
+    def _write_data(self, location: str, manifest: Manifest, chunks: Iterable[Bytes]) -> None:
+        name, header = _data_name(location, manifest), _header(manifest)
         written = self._volume.write(name, itertools.chain([header] if header else [], chunks))
         expected = len(header) + manifest.stored_bytes
         if written != expected:
@@ -245,23 +240,23 @@ class StorageTier(Tier):
             return {number: chunk for piece in pieces for number, chunk in piece.items()}
         return {number: buffer[bounds[number] - first : bounds[number + 1] - first] for number in run}
 
-    def _repaired_chunks(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> Iterator[Bytes]:
+    def _repaired_chunks(self, location: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> Iterator[Bytes]:
         """Yields the corrected chunks, or raises: the file stays, as what is unreadable now may not stay so."""
         for number, chunk in enumerate(manifest.chunks):
-            right = damaged[number] if number in damaged else self.read_chunks(place, manifest, [number])[0]
+            right = damaged[number] if number in damaged else self.read_chunks(location, manifest, [number])[0]
             if right is None or digest_of(right) != chunk.digest:
-                name = _data_name(place, manifest)
+                name = _data_name(location, manifest)
                 raise CorruptCheckpointError(f"{name} is not written again: its chunk {number} is lost or unreadable")
             yield right
 
 
-def _data_name(place: str, manifest: Manifest) -> str:
+def _data_name(location: str, manifest: Manifest) -> str:
     kind = "safetensors" if manifest.codec == "none" else "chunks"
-    return f"{place}/rank-{manifest.rank}.{kind}"
+    return f"{location}/rank-{manifest.rank}.{kind}"
 
 
-def _manifest_name(place: str, rank: int) -> str:
-    return f"{place}/rank-{rank}.json"
+def _manifest_name(location: str, rank: int) -> str:
+    return f"{location}/rank-{rank}.json"
 
 
 def _header(manifest: Manifest) -> bytes:
@@ -281,7 +276,7 @@ def _runs(numbers: Iterator[int]) -> Iterator[range]:
         yield range(members[0], members[-1] + 1)
 
 
-def _step_of(place: str) -> int:
-    """Returns the step of a place, or −1 for any other path."""
-    match = _PLACE.fullmatch(place.rpartition("/")[2])
+def _step_of(location: str) -> int:
+    """Returns the step of a location, or −1 for any other path."""
+    match = _PLACE.fullmatch(location.rpartition("/")[2])
     return int(match[1]) if match else -1

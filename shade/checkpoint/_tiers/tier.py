@@ -1,15 +1,13 @@
-"""Defines a tier: a place that holds committed snapshots. Shared memory, cluster memory and storage are tiers.
+"""Defines a tier: what holds committed snapshots. Shared memory, cluster memory and storage are tiers.
 
 A snapshot enters every tier in the same four steps:
 
-1. `Tier.prepare`, on one rank: chooses a *place* (a slot, a folder), removes what lay there, and raises if there is no
-   room. All ranks receive the place.
+1. `Tier.prepare`, on one rank: chooses a *location* (a slot, a folder), and raises if there is no room.
 2. `Tier.put`, on every rank: writes its shard, chunks first, then the manifest. It is not visible yet.
 3. The ranks vote. If one failed: `Tier.discard`.
 4. `Tier.commit`, on one rank (on each, if the tier belongs to a machine): writes the record. Now the snapshot exists.
 
-A tier returns bytes unverified. `_restore.reader` compares them with the record, falls back to another copy or tier,
-and repairs the tier with what it finds there.
+A tier returns bytes unverified; `_restore.reader` verifies them.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class Shard:
 
 
 class Tier(ABC):
-    """A place for the snapshots of one run.
+    """A location for the snapshots of one run.
 
     Raises:
         StoreError: Any method of a tier in a store may raise it.
@@ -43,7 +41,7 @@ class Tier(ABC):
     """
 
     name: ClassVar[str]
-    """``own memory`` (shared memory), ``cluster memory`` or ``storage``: as it is printed and recorded."""
+    """``shared memory``, ``cluster memory`` or ``storage``: as it is printed and recorded."""
     every_rank_commits: ClassVar[bool] = False
     """True if the record has to be written on each machine, and so by each rank."""
     is_durable: ClassVar[bool] = False
@@ -57,45 +55,48 @@ class Tier(ABC):
 
     @abstractmethod
     def prepare(self, step: int, shard_bytes: Sequence[int]) -> str:
-        """Makes room for shards of these stored lengths, removes what lay at their place, and returns the place. Called
-        by rank 0, never twice at once. Raises `StoreFullError` or `StorageFullError` if there is no room; nothing was
-        lost."""
+        """Makes room for shards of these stored lengths and returns their location, where nothing lies any more.
+
+        Called by rank 0, never twice at once. Raises `StoreFullError` or `StorageFullError` if there is no room;
+        nothing was lost."""
 
     @abstractmethod
-    def put(self, place: str, shard: Shard) -> None:
+    def put(self, location: str, shard: Shard) -> None:
         """Writes one rank's shard; it is invisible until `commit`."""
 
     @abstractmethod
-    def commit(self, place: str, record: Commit) -> None:
+    def commit(self, location: str, record: Commit) -> None:
         """Makes the snapshot exist; every rank has returned from `put` before. It is persistent on return."""
 
     @abstractmethod
     def held(self) -> Mapping[str, Commit]:
-        """Returns each place that holds a snapshot with its record; missing or damaged records are left out."""
+        """Returns each location that holds a snapshot with its record; missing or damaged records are left out."""
 
     @abstractmethod
-    def read_manifest(self, place: str, rank: int, copy: int = 0) -> bytes | None:
+    def read_manifest(self, location: str, rank: int, copy: int = 0) -> bytes | None:
         """Returns the unverified bytes of a manifest, or None if they are missing or their server is down. ``copy`` is
         below `num_copies`."""
 
     @abstractmethod
-    def read_chunks(self, place: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0) -> list[Bytes | None]:
+    def read_chunks(
+        self, location: str, manifest: Manifest, numbers: Sequence[int], copy: int = 0
+    ) -> list[Bytes | None]:
         """Returns the unverified bytes of chunks in the order of ``numbers``, None for missing ones. Ask for a few
         dozen at once, as all are fetched together and held in memory. ``copy`` is below `num_copies`."""
 
-    def has_whole_file(self, place: str, manifest: Manifest) -> bool:
+    def has_whole_file(self, location: str, manifest: Manifest) -> bool:
         """Returns whether what encloses a shard's chunks is as it was written: the header and the length of a file.
         True in tiers without files."""
         return True
 
-    def in_place(self, place: str, manifest: Manifest) -> memoryview | None:
+    def in_place(self, location: str, manifest: Manifest) -> memoryview | None:
         """Returns a shard's data where it lies, valid until this rank begins a save: writable, unverified, contiguous,
         not encoded. Returns None in tiers that cannot map it, which are most."""
         return None
 
     def read_chunks_into(
         self,
-        place: str,
+        location: str,
         manifest: Manifest,
         numbers: Sequence[int],
         buffers: Sequence[memoryview],
@@ -105,7 +106,7 @@ class Tier(ABC):
         reads. Tiers that can do so without a copy override it. Returns whether each buffer holds the unverified chunk;
         otherwise its content is undefined."""
         found = []
-        for buffer, content in zip(buffers, self.read_chunks(place, manifest, numbers, copy), strict=True):
+        for buffer, content in zip(buffers, self.read_chunks(location, manifest, numbers, copy), strict=True):
             fits = content is not None and len(content) == len(buffer)
             if content is not None and fits:
                 np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(content, np.uint8))  # releases the GIL
@@ -113,13 +114,13 @@ class Tier(ABC):
         return found
 
     @abstractmethod
-    def repair(self, place: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
+    def repair(self, location: str, manifest: Manifest, damaged: Mapping[int, Bytes]) -> None:
         """Overwrites damaged or missing chunks in every copy, and writes the manifest again. ``damaged`` are verified
         chunks by number, and may be empty."""
 
     @abstractmethod
-    def discard(self, place: str) -> None:
-        """Removes what lies at a place, the record first. An empty place is no error."""
+    def discard(self, location: str) -> None:
+        """Removes what lies at a location, the record first. An empty location is no error."""
 
     @abstractmethod
     def close(self) -> None:

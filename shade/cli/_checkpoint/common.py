@@ -1,4 +1,4 @@
-"""Shared by the verbs of ``shade checkpoint``: opens the places to look, chooses a snapshot, writes times as text."""
+"""Shared by the verbs of ``shade checkpoint``: opens the locations, chooses a snapshot, writes times as text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Verb:
 
 
 @dataclass
-class Places:
+class Locations:
     """The open tiers of one run."""
 
     run: str
@@ -49,7 +49,7 @@ class Places:
     memory: MemoryTier | None
     storage: StorageTier | None
     is_partial: bool = False
-    """Whether a named place does not answer; the reason was written to standard error."""
+    """Whether a named location does not answer; the reason was written to standard error."""
 
     def snapshots(self) -> list[Snapshot]:
         """Returns all snapshots, newest first."""
@@ -68,8 +68,8 @@ class Places:
         return None
 
 
-def add_places(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name the places to look."""
+def add_locations(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name the locations to look."""
     where = parser.add_argument_group("where to look")
     where.add_argument("--store", metavar="URL", help="a cluster's memory, as redis+cluster://host:7000")
     where.add_argument("--persist", metavar="URL", help="durable storage: a path, s3://bucket/path, …")
@@ -77,21 +77,10 @@ def add_places(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def opened(given: argparse.Namespace, *, shared_memory: bool = False) -> Iterator[Places]:
-    """Opens the named places.
-
-    Args:
-        given: The arguments of `add_places`.
-        shared_memory: Read this machine's shared memory too, if the run has left anything there.
-
-    Yields:
-        The tiers.
-
-    Raises:
-        ConfigError: No place was named, or there is no run, or there are several.
-        StoreError: The store does not answer, and is needed to find the runs.
-        StorageError: The storage does not answer, and is needed to find the runs.
-    """
+def opened(given: argparse.Namespace, *, shared_memory: bool = False) -> Iterator[Locations]:
+    """Opens the locations that the arguments of `add_locations` name, and this machine's shared memory if asked for
+    and the run has left anything there. Raises ConfigError if none was named, or there is no run, or there are
+    several; StoreError or StorageError if what is needed to find the runs does not answer."""
     from shade.checkpoint._restore.reader import Reader
     from shade.checkpoint._tiers.memory import MemoryTier
     from shade.checkpoint._tiers.storage import StorageTier
@@ -125,7 +114,7 @@ def opened(given: argparse.Namespace, *, shared_memory: bool = False) -> Iterato
         tiers = [*shared, *(tier for tier in (memory, storage) if tier is not None)]
         for tier in shared:
             resources.callback(tier.close)
-        yield Places(run, Reader(tiers), memory, storage, partial)
+        yield Locations(run, Reader(tiers), memory, storage, partial)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from shade.cli._checkpoint.common import Places, Verb, add_places, moment, opened
+from shade.cli._checkpoint.common import Locations, Verb, add_locations, moment, opened
 from shade.cli.tables import size, table
 from shade.errors import StoreError
 
@@ -30,7 +30,7 @@ state:
   to flush    in memory only, waiting for a flusher: see shade checkpoint flush
   in memory   in memory only, without a flusher
 
-exit code: 0; 1 if a named place does not answer
+exit code: 0; 1 if a named location does not answer
 """
 _SHOW_EXAMPLES: Final = """\
 examples:
@@ -41,22 +41,22 @@ examples:
 
 
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
-    add_places(parser)
+    add_locations(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _list(given: argparse.Namespace) -> int:
-    with opened(given, shared_memory=True) as places:
-        snapshots = places.snapshots()
-        states = [_state(places, snapshot) for snapshot in snapshots]
+    with opened(given, shared_memory=True) as locations:
+        snapshots = locations.snapshots()
+        states = [_state(locations, snapshot) for snapshot in snapshots]
         if given.json:
             facts = [
-                {**asdict(each.record), "places": list(map(str, each.sources)), "state": state}
+                {**asdict(each.record), "locations": list(map(str, each.sources)), "state": state}
                 for each, state in zip(snapshots, states, strict=True)
             ]
             sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         elif not snapshots:
-            sys.stdout.write("" if places.is_partial else f"no snapshots of run {places.run}\n")
+            sys.stdout.write("" if locations.is_partial else f"no snapshots of run {locations.run}\n")
         else:
             rows = [("step", "saved", "size", "ranks", "state", "lies in", "metrics")]
             for each, state in zip(snapshots, states, strict=True):
@@ -65,38 +65,39 @@ def _list(given: argparse.Namespace) -> int:
                 where = ", ".join(dict.fromkeys(each.tiers))
                 cells = (moment(record.saved_at), size(record.num_bytes), f"{record.world_size}", state, where, metrics)
                 rows.append((f"{record.step}", *cells))
-            sys.stdout.write(f"run {places.run}\n\n{table(rows, '><>><<<')}")
-        return 1 if places.is_partial else 0
+            sys.stdout.write(f"run {locations.run}\n\n{table(rows, '><>><<<')}")
+        return 1 if locations.is_partial else 0
 
 
-def _state(places: Places, snapshot: Snapshot) -> str:
-    if any(source.tier is places.storage for source in snapshot.sources):
+def _state(locations: Locations, snapshot: Snapshot) -> str:
+    if any(source.tier is locations.storage for source in snapshot.sources):
         return "durable"
     try:
-        if places.memory is not None and any(
-            source.tier is places.memory and places.memory.is_dirty(source.place) for source in snapshot.sources
+        if locations.memory is not None and any(
+            source.tier is locations.memory and locations.memory.is_dirty(source.location)
+            for source in snapshot.sources
         ):
             return "to flush"
     except StoreError:
-        places.is_partial = True
+        locations.is_partial = True
     return "in memory"
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", type=int, metavar="STEP", help="a step that shade checkpoint list shows")
-    add_places(parser)
+    add_locations(parser)
     parser.add_argument("--tensors", type=int, default=10, metavar="N", help="list the N biggest (10)")
     parser.add_argument("--depth", type=int, default=2, metavar="N", help="levels of the outline (2)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _show(given: argparse.Namespace) -> int:
-    with opened(given) as places:
-        snapshot = places.of_step(given.step)
+    with opened(given) as locations:
+        snapshot = locations.of_step(given.step)
         if snapshot is None:
             return 1
         record = snapshot.record
-        manifests = [places.reader.manifest(snapshot, rank) for rank in range(record.world_size)]
+        manifests = [locations.reader.manifest(snapshot, rank) for rank in range(record.world_size)]
         if given.json:
             every = [json.loads(manifest.to_bytes()) for manifest in manifests]
             sys.stdout.write(json.dumps({"commit": json.loads(record.to_bytes()), "manifests": every}, indent=2) + "\n")
@@ -166,7 +167,7 @@ def _outline(manifests: Iterable[Manifest], depth: int) -> str:
 
 LIST: Final = Verb(
     "list",
-    "list the snapshots and their places",
+    "list the snapshots and their locations",
     "Lists every snapshot of a run, newest first.",
     _LIST_EXAMPLES,
     _list_arguments,

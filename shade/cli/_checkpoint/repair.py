@@ -1,7 +1,7 @@
 """Implements ``shade checkpoint verify``, ``repair`` and ``scrub``.
 
 Each reads every byte of every copy. A snapshot may be replaced while it is read: a slot is claimed again, or
-retention removes a folder. So damage counts only if the same record is still in that place afterwards.
+retention removes a folder. So damage counts only if the same record is still in that location afterwards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from shade.cli._checkpoint.common import Places, Verb, add_places, opened
+from shade.cli._checkpoint.common import Locations, Verb, add_locations, opened
 from shade.cli.tables import table
 from shade.errors import CorruptCheckpointError, StorageError, StoreError
 
@@ -32,7 +32,7 @@ _REPAIR_EXAMPLES: Final = """\
 examples:
   shade checkpoint repair 1200 --persist /mnt/ckpt --store redis://10.0.0.1:6379
 
-What is damaged or missing in one copy is written again from another copy or another place.
+What is damaged or missing in one copy is written again from another copy or another location.
 exit code: 0 all intact now; 1 something is lost in every copy, or there is no snapshot
 """
 _SCRUB_EXAMPLES: Final = """\
@@ -54,7 +54,7 @@ class _Finding:
     step: int | None
     """None where the record cannot be read."""
     damages: list[Damage] = field(default_factory=list)
-    """One per place."""
+    """One per location."""
     lost: str | None = None
     """What is lost in every copy."""
     mended: int = 0
@@ -65,8 +65,8 @@ class _Finding:
         return self.lost is None and not any(self.damages)
 
 
-def _examine(places: Places, snapshot: Snapshot) -> _Finding:
-    """Reads everything; ignores damage in places that another snapshot has taken meanwhile."""
+def _examine(locations: Locations, snapshot: Snapshot) -> _Finding:
+    """Reads everything; ignores damage in locations that another snapshot has taken meanwhile."""
     from shade.checkpoint._flush.progress import ProgressBar
     from shade.checkpoint._restore.reader import check_decodable
 
@@ -75,48 +75,50 @@ def _examine(places: Places, snapshot: Snapshot) -> _Finding:
     copies = sum(source.tier.num_copies for source in snapshot.sources)
     bar.begin(f"step {record.step}", record.num_bytes * copies)
     try:
-        finding.damages = places.reader.examine(snapshot, bar.advance)
-        check_decodable(places.reader, snapshot)
+        finding.damages = locations.reader.examine(snapshot, bar.advance)
+        check_decodable(locations.reader, snapshot)
     except CorruptCheckpointError as error:
         finding.lost = str(error)
     finally:
         bar.end()
     if finding.is_sound:
         return finding
-    there = {(each.tier.name, each.place) for now in places.snapshots() if now.record == record for each in now.sources}
-    finding.damages = [each for each in finding.damages if (each.source.tier.name, each.source.place) in there]
+    there = {
+        (each.tier.name, each.location) for now in locations.snapshots() if now.record == record for each in now.sources
+    }
+    finding.damages = [each for each in finding.damages if (each.source.tier.name, each.source.location) in there]
     if not there:
         finding.lost = None
     return finding
 
 
-def _unreadable(places: Places) -> list[_Finding]:
+def _unreadable(locations: Locations) -> list[_Finding]:
     """Returns a finding for each record that cannot be read, twice in a row: a slot may have been claimed meanwhile."""
-    places.snapshots()
-    before = set(places.reader.damaged)
+    locations.snapshots()
+    before = set(locations.reader.damaged)
     if before:
-        places.snapshots()
+        locations.snapshots()
     return [
         _Finding(
             None,
-            lost=f"{place}: its record cannot be read, so the snapshot does not count; if no copy of the "
+            lost=f"{location}: its record cannot be read, so the snapshot does not count; if no copy of the "
             "record can be put back, remove what lies there",
         )
-        for place in sorted(before.intersection(places.reader.damaged))
+        for location in sorted(before.intersection(locations.reader.damaged))
     ]
 
 
-def _repair(places: Places, snapshot: Snapshot, finding: _Finding) -> _Finding:
+def _repair(locations: Locations, snapshot: Snapshot, finding: _Finding) -> _Finding:
     """Repairs what an examination found, and examines the snapshot again."""
     if finding.is_sound or finding.lost is not None:
         return finding
     lost = None
     mended = 0
     try:
-        mended = places.reader.repair(snapshot, finding.damages)
+        mended = locations.reader.repair(snapshot, finding.damages)
     except (CorruptCheckpointError, StoreError, StorageError) as error:
         lost = str(error)
-    after = _examine(places, snapshot)
+    after = _examine(locations, snapshot)
     after.mended = mended
     after.lost = after.lost or (lost if any(after.damages) else None)
     return after
@@ -130,9 +132,9 @@ def _report(findings: list[_Finding], *, as_json: bool) -> int:
                 "sound": each.is_sound,
                 "mended_chunks": each.mended,
                 "lost": each.lost,
-                "places": [
+                "locations": [
                     {
-                        "place": str(damage.source.place),
+                        "location": str(damage.source.location),
                         "tier": damage.source.tier.name,
                         "manifests": sorted(damage.manifests),
                         "files": sorted(damage.files),
@@ -167,13 +169,13 @@ def _words(damage: Damage, mended: int) -> str:
     return f"damaged: {', '.join(parts)}"
 
 
-def _chosen(places: Places, which: str) -> list[Snapshot]:
-    found = places.snapshots()
+def _chosen(locations: Locations, which: str) -> list[Snapshot]:
+    found = locations.snapshots()
     if which == "all" or not found:
         return found
     if which == "newest":
         return found[:1]
-    snapshot = places.of_step(int(which))
+    snapshot = locations.of_step(int(which))
     return [] if snapshot is None else [snapshot]
 
 
@@ -185,33 +187,33 @@ def _which(text: str) -> str:
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("which", type=_which, nargs="?", default="newest", metavar="STEP|all", help="(the newest)")
-    add_places(parser)
+    add_locations(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _repair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("which", type=_which, metavar="STEP", help="a step of shade checkpoint list, newest or all")
-    add_places(parser)
+    add_locations(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _scrub_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(which="all")
-    add_places(parser)
+    add_locations(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _answer(given: argparse.Namespace, *, repairing: bool) -> int:
-    with opened(given) as places:
+    with opened(given) as locations:
         findings = []
-        for snapshot in _chosen(places, given.which):
-            finding = _examine(places, snapshot)
-            findings.append(_repair(places, snapshot, finding) if repairing else finding)
-        findings += _unreadable(places)
+        for snapshot in _chosen(locations, given.which):
+            finding = _examine(locations, snapshot)
+            findings.append(_repair(locations, snapshot, finding) if repairing else finding)
+        findings += _unreadable(locations)
         if not findings:
-            sys.stderr.write(f"no snapshot of run {places.run} to read\n")
+            sys.stderr.write(f"no snapshot of run {locations.run} to read\n")
             return 1
-        return max(_report(findings, as_json=given.json), 1 if places.is_partial else 0)
+        return max(_report(findings, as_json=given.json), 1 if locations.is_partial else 0)
 
 
 VERIFY: Final = Verb(

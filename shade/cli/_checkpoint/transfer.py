@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shade.cli._checkpoint.common import Places, Verb, add_places, opened
+from shade.cli._checkpoint.common import Locations, Verb, add_locations, opened
 from shade.cli.tables import size
 from shade.errors import ConfigError
 
@@ -25,8 +25,8 @@ examples:
   shade checkpoint restore newest --to folder --persist /mnt/ckpt
 
 The suffix chooses the format: .safetensors; .pt, .pth and .bin for torch.load; none for a folder of
-torch.distributed.checkpoint. Every byte is verified; what is damaged in one place is read from another.
-exit code: 0 done; 1 damaged in every place, or missing; 2 the command could not be carried out
+torch.distributed.checkpoint. Every byte is verified; what is damaged in one location is read from another.
+exit code: 0 done; 1 damaged in every location, or missing; 2 the command could not be carried out
 """
 _EXPORT_EXAMPLES: Final = """\
 examples:
@@ -34,7 +34,7 @@ examples:
   shade checkpoint export newest --to folder --format dcp --persist s3://bucket/ckpt
 
 Like restore, with an explicit format.
-exit code: 0 done; 1 damaged in every place, or missing; 2 the command could not be carried out
+exit code: 0 done; 1 damaged in every location, or missing; 2 the command could not be carried out
 """
 _IMPORT_EXAMPLES: Final = """\
 examples:
@@ -96,7 +96,7 @@ def _restore_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", type=_step, metavar="STEP", help="a step that shade checkpoint list shows, or newest")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="a path that does not exist yet")
     parser.add_argument("--only", metavar="NAME", help="the state of one attached object alone, for example model")
-    add_places(parser)
+    add_locations(parser)
     parser.set_defaults(format=None)
 
 
@@ -112,43 +112,45 @@ def _restore(given: argparse.Namespace) -> int:
     form = given.format or _format_of(given.to)
     if given.to.exists():
         raise ConfigError.of("a path that does not exist", str(given.to), "remove it, or choose another")
-    with opened(given, shared_memory=True) as places:
-        if given.step is not None and places.of_step(given.step) is None:
+    with opened(given, shared_memory=True) as locations:
+        if given.step is not None and locations.of_step(given.step) is None:
             return 1
-        sharded = _sharded(places, given.step)
+        sharded = _sharded(locations, given.step)
         if sharded is not None:
-            return _restore_sharded(given, places, sharded, form)
-        found = read_newest_alone(places.reader, None if given.only is None else [given.only], given.step)
+            return _restore_sharded(given, locations, sharded, form)
+        found = read_newest_alone(locations.reader, None if given.only is None else [given.only], given.step)
         if found is None:
-            sys.stderr.write(f"no snapshot of run {places.run}\n")
+            sys.stderr.write(f"no snapshot of run {locations.run}\n")
             return 1
         export(_ReadState(found.tree, found.tensors), given.to, form, given.only)
-        sys.stdout.write(f"step {found.record.step} of run {places.run}, from {', '.join(found.tiers)}: {given.to}\n")
+        sys.stdout.write(
+            f"step {found.record.step} of run {locations.run}, from {', '.join(found.tiers)}: {given.to}\n"
+        )
     return 0
 
 
-def _sharded(places: Places, step: int | None) -> int | None:
+def _sharded(locations: Locations, step: int | None) -> int | None:
     """Returns the step if the snapshot was saved through DCP."""
     from shade.checkpoint._integrations.dcp_reader import is_sharded
 
-    chosen = [snapshot for snapshot in places.snapshots() if step in (None, snapshot.record.step)]
-    return chosen[0].record.step if chosen and is_sharded(places.reader, chosen[0]) else None
+    chosen = [snapshot for snapshot in locations.snapshots() if step in (None, snapshot.record.step)]
+    return chosen[0].record.step if chosen and is_sharded(locations.reader, chosen[0]) else None
 
 
-def _restore_sharded(given: argparse.Namespace, places: Places, step: int, form: str) -> int:
+def _restore_sharded(given: argparse.Namespace, locations: Locations, step: int, form: str) -> int:
     """Gathers the parts of all ranks into one file."""
     from shade.checkpoint._integrations.dcp_reader import gather_state
     from shade.checkpoint._interchange.export import save_state
     from shade.checkpoint.dcp import ShadeReader
 
-    with ShadeReader(given.store, persist_to=given.persist, run=places.run, step=step) as reader:
+    with ShadeReader(given.store, persist_to=given.persist, run=locations.run, step=step) as reader:
         state = gather_state(reader)
     if given.only is not None:
         if given.only not in state:
             raise ConfigError.of(f"one of {', '.join(state)}", given.only, "name a part of the state that was saved")
         state = state[given.only]
     save_state(state, given.to, form)
-    sys.stdout.write(f"step {step} of run {places.run}, all ranks' parts together: {given.to}\n")
+    sys.stdout.write(f"step {step} of run {locations.run}, all ranks' parts together: {given.to}\n")
     return 0
 
 

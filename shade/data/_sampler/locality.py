@@ -1,7 +1,7 @@
 """Which host keeps which sample, so that each rank gets what its own host keeps.
 
 A cluster says which of its servers has which key; a rank knows which servers are on its machine, because it can bind a
-socket to their addresses. Ranks near the same servers are one host. After that `shade.sampling.shards.redeal` deals
+socket to their addresses. Ranks near the same servers are one host. After that `shade.sampling.dealing.redeal` deals
 every global batch by arithmetic alone. Batches are dealt by position if locality gains nothing (one rank, one server,
 no server near any rank, or all near all) or if the ranks do not see the same cluster as an epoch begins (a slot on the
 move, a server that does not answer), because they would deal differently.
@@ -22,7 +22,7 @@ import xxhash
 from shade.cache.cache import SampleCache
 from shade.errors import StoreError
 from shade.rank_group import RankGroup
-from shade.sampling.shards import NOWHERE, redeal
+from shade.sampling.dealing import NOWHERE, redeal
 from shade.types import Bools, Indices
 
 _MAX_SERVERS = 62

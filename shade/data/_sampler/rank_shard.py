@@ -1,6 +1,6 @@
 """Deals an epoch's global order to one rank.
 
-The arithmetic is `shade.sampling.shards`; the shard adds one sampler's numbers.
+The arithmetic is `shade.sampling.dealing`; the shard adds one sampler's numbers.
 
 Legend: N data set · K drawn in an epoch · G global batch · B this rank's part of it.
 """
@@ -12,7 +12,7 @@ import logging
 import numpy as np
 
 from shade.sampling.base import Draw
-from shade.sampling.shards import num_steps, rank_positions, rank_slice
+from shade.sampling.dealing import num_steps, rank_positions, rank_slice
 from shade.types import Floats, Indices, Order
 
 logger = logging.getLogger("shade.data")

@@ -1,24 +1,12 @@
 """Bootstraps a cluster with one node on each of several machines, by the same command on all of them.
 
-Each machine starts its node. All nodes meet the *seed*, the node that the command names, which is on one of these
-machines. When as many are there as were asked for, the seed's command assigns the slots, and every command returns when
-its node sees the whole cluster. A machine that comes later names no number: its node joins the existing cluster and
-takes its share of the slots, with the keys in them, while training continues.
+Each machine starts its node, and all nodes meet the *seed*, which the command names. When as many are there as were
+asked for, the seed's command assigns the slots, and every command returns when its node sees the whole cluster. A
+machine that comes later takes its share of the slots, with the keys in them, while training continues.
 
-A node that other machines can reach always needs a password: anyone who reaches an open port can read and replace the
-training data. Bind address, announced address and unix socket follow from the address by which the seed is reached.
-
-``redis-cli --cluster create`` cannot do this: it wants the addresses of all nodes at once, and nodes that have not met.
-
-Slots move from one node to another with the keys in them, while clients read and write. The steps are Redis' own: the
-target imports the slot (IMPORTING), the source migrates it (MIGRATING: it ASKs the target for keys that are gone), the
-keys follow, then both learn the new owner; the other nodes hear it from them. Each step is sent for hundreds of slots
-at once, which takes 1 s where ``redis-cli --cluster rebalance`` takes 14 (decision 0025). `begin`, `carry` and
-`finish` are separate, so that an interrupted move can continue or be abandoned, and tests can see how clients cope
-with a cluster half-way.
-
-A cache can lose keys: they can be read again from the origin. So a slot that cannot be moved completely is given back
-with what is left in it. Invariant: every slot has an owner at every moment.
+Slots move by Redis' own steps: the target imports the slot, the source migrates it, the keys follow, then both learn
+the new owner. `begin`, `carry` and `finish` are separate, so that an interrupted move can continue or be abandoned.
+Invariant: every slot has an owner at every moment. Decision 0025 has ``redis-cli --cluster`` beside it.
 
 References:
     Redis cluster specification, "Cluster topology" and "Nodes handshake".
@@ -90,8 +78,8 @@ class Move:
         login: Command = ()
         if target.password is not None:
             login = ("AUTH2", target.username, target.password) if target.username else ("AUTH", target.password)
-        place = (target.host, target.port, "", 0, _MIGRATE_MILLISECONDS)
-        migrate: Command = ("MIGRATE", *place, "REPLACE", *login, "KEYS")
+        towards = (target.host, target.port, "", 0, _MIGRATE_MILLISECONDS)
+        migrate: Command = ("MIGRATE", *towards, "REPLACE", *login, "KEYS")
         num_carried = 0
         for part in _parts(self.slots if slots is None else tuple(slots)):
             counts = _ask(self._source, [("CLUSTER", "COUNTKEYSINSLOT", slot) for slot in part])
@@ -123,6 +111,7 @@ class Move:
 
     def _set(self, node: Node, *words: str) -> None:
         for part in _parts(self.slots):
+            # Each step for hundreds of slots at once: 1 s where `redis-cli --cluster rebalance` takes 14.
             _ask(node, [("CLUSTER", "SETSLOT", slot, *words) for slot in part])
 
 
@@ -141,6 +130,8 @@ def take_share(newcomer: Endpoint, num_primaries: int) -> int:
         move = Move(replace(newcomer, host=address[0], port=address[1]), newcomer, surplus)
         try:
             move.begin()
+            # A cache can lose keys, which are read again from the origin; so a move that fails half-way loses no
+            # sample.
             move.carry()
             move.finish()
         finally:
@@ -200,6 +191,7 @@ def join_cluster(
     """
     if nodes is not None:
         check_shape(nodes, replicas)
+    # Anyone who reaches an open port can read and replace the training data.
     if not password:
         cure = f"set {PASSWORD_VARIABLE} to the same word on all machines"
         raise ConfigError.of("a password for a server that other machines can reach", None, cure)
@@ -249,6 +241,7 @@ def own_address(towards: str) -> str:
     ConfigError if the host is unknown or unreachable."""
     target = _resolved(towards)
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    # Bind address, announced address and socket follow from the address by which the seed is reached.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((target, 9))  # sends nothing: asks the routing table

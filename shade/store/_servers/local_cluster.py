@@ -1,12 +1,8 @@
 """Starts Redis nodes on loopback ports and forms a cluster of them.
 
-Each node starts alone. The primaries take equal shares of the slots, and an epoch of their own so that no election is
-needed; all meet the first; replicas follow their primary. Then every node must agree: ``cluster_state:ok``, and all
-nodes seen. That takes two seconds, most of them Redis' own pause before a fresh primary accepts writes.
-``redis-cli --cluster create`` takes as long (decision 0025 says why it is not used).
-
-The settings are those for a cache (reasons in redis.conf): a missing node must not stop the others, and a replica that
-lost sight of its primary for long may still take over.
+Each node starts alone. The primaries take equal shares of the slots; all meet the first; replicas follow their primary.
+Then every node must agree: ``cluster_state:ok``, and all nodes seen. That takes two seconds, most of them Redis' own
+pause before a fresh primary accepts writes. The settings are those for a cache (reasons in redis.conf).
 """
 
 from __future__ import annotations
@@ -120,17 +116,11 @@ def read_members(node: Endpoint) -> list[ClusterMember]:
 
 
 def promote_replicas(living: Sequence[Endpoint], dead: Set[Address]) -> None:
-    """Makes a replica of each dead primary the owner of its slots, and returns when all living nodes know.
+    """Makes a replica of each dead primary the owner of its slots, and returns when all living nodes know. Raises
+    StoreUnavailableError if a minute later some node still takes a dead one for an owner.
 
     Call it before the dead ones are started again: a primary that returns empty would empty its replicas too. No
     election is needed, because the caller knows that the primary is dead.
-
-    Args:
-        living: Nodes of the cluster; the first that answers says who takes over.
-        dead: Addresses of nodes whose processes are gone.
-
-    Raises:
-        StoreUnavailableError: A minute later some node still takes a dead one for an owner.
     """
 
     def have_taken_over() -> bool:

@@ -2,16 +2,8 @@
 
 A watchdog guarantees that: a shell (1 MB) that starts the server and then waits to read from a pipe whose other end
 only the owner holds. When the owner is gone, whatever killed it, the kernel closes the pipe, and the watchdog kills the
-server and removes its directory. Two alternatives fail: ``PR_SET_PDEATHSIG`` follows the *thread* that forked, so a
-server started from a thread dies with the thread; ``atexit`` and signal handlers never see SIGKILL. In detail:
-
-* The server is the watchdog's child, so it never runs unwatched.
-* The owner's forked children would hold the pipe open; `os.register_at_fork` closes their copy.
-* Both run in a session of their own: Ctrl-C and a terminal's hang-up reach the owner only.
-* The kill is SIGKILL: it also ends a stopped server, and a cache has nothing to save.
-
-Not covered: SIGKILL to the watchdog and its owner together, as at a cgroup's end. The server is in the same cgroup and
-dies too; only its directory is left.
+server and removes its directory. Not covered: SIGKILL to the watchdog and its owner together, as at a cgroup's end; the
+server dies too, and only its directory is left.
 
 A server gets its settings in a file inside a directory of mode 0700, never on the command line, where ``ps`` would show
 a password.
@@ -56,6 +48,7 @@ MAX_SOCKET_PATH: Final = 100
 """The kernel takes 107 bytes of path, on other systems 103."""
 
 # `read` returns when the owner closes the pipe, or when the kernel does it for a dead owner.
+# SIGKILL also ends a stopped server, and a cache has nothing to save.
 _WATCHDOG: Final = """
 trap '' HUP INT TERM
 private=$1; shift
@@ -189,12 +182,15 @@ class LocalServer:
         }
         write_settings(settings, ours | self._settings)
         command = ["/bin/sh", "-c", _WATCHDOG, "shade-watchdog", str(folder) if self._private else ""]
+        # The server is the watchdog's child, so it never runs unwatched. PR_SET_PDEATHSIG would follow the thread that
+        # forked, and atexit never sees SIGKILL.
         with log.open("ab") as errors:  # a server that dislikes its settings says so here, before it has a log
             self._watchdog = subprocess.Popen(
                 [*command, self._binary, str(settings)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                # Ctrl-C and a terminal's hang-up reach the owner only.
                 start_new_session=True,
             )
         _running.add(self)

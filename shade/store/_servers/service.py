@@ -1,12 +1,8 @@
 """Runs Redis for the cache in the background: `up`, `heal`, `status`, `down` (``shade cache``).
 
-Unlike those of `server`, these servers outlive the command that started them, so a file records them: one JSON object
-in a directory of mode 0700, rewritten after each server that starts, so that `down` finds whatever a failed or
-killed `up` left running. One node is a plain server, three or more are a cluster; all on loopback. For nodes on several
-machines see `cluster_bootstrap`, or configure your own after ``redis.conf``.
-
-A process id alone is no proof, because ids are used again: `down` ends a process only if it began when the file says it
-began. Invariant: after `down` none of the recorded servers runs, and no other process was sent a signal.
+These servers outlive the command that started them, so a file records them: one JSON object in a directory of mode
+0700, rewritten after each server that starts. One node is a plain server, three or more are a cluster; all on loopback.
+Invariant: after `down` none of the recorded servers runs, and no other process was sent a signal.
 """
 
 from __future__ import annotations
@@ -136,20 +132,12 @@ def heal(
     memory_bytes: int | None = None,
     ports: Sequence[int] = (),
 ) -> tuple[StoreURL, list[str]]:
-    """Starts the recorded servers that have died, each with its settings; nodes of a cluster join it again.
+    """Starts the recorded servers that have died, each with its settings; nodes of a cluster join it again. Returns the
+    address, and one sentence for each server that came back, with what was lost. The other arguments say what the
+    record should hold; None or empty: whatever it has.
 
-    Args:
-        directory: As for `up`.
-        num_servers: How many there should be; None: as many as are recorded.
-        memory_bytes: ``maxmemory`` that each should have; None: whatever it has.
-        ports: The ports that they should have; empty: whatever they have.
-
-    Returns:
-        The address, and one sentence for each server that came back, with what was lost.
-
-    Raises:
-        ConfigError: No servers are recorded, or others than these, or the settings of one are gone.
-        StoreUnavailableError: One does not start, or the nodes do not agree; those that started keep running.
+    Raises ConfigError if no servers are recorded, or others than these, or the settings of one are gone, and
+    StoreUnavailableError if one does not start or the nodes do not agree; those that started keep running.
     """
     url, records = _read(directory)
     settings = {record.port: _settings_of(directory, record.port) for record in records}

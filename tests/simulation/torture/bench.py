@@ -56,7 +56,7 @@ class State:
     servers: Servers
     ledger: Ledger
     folder: Path | None = None
-    """Own memory; None where the machine is gone."""
+    """Shared memory; None where the machine is gone."""
     survives: bool = True
     """Whether what was committed in memory has to be there."""
 
@@ -66,7 +66,7 @@ class State:
         Args:
             outcome: Of the disk.
             dice: For it.
-            keeps_memory: Whether servers and own memory stay.
+            keeps_memory: Whether servers and shared memory stay.
 
         Returns:
             A state of its own.
@@ -121,7 +121,7 @@ class Bench:
         return tier
 
     def own(self, rank: int) -> SharedMemoryTier | None:
-        """A rank's own memory."""
+        """A rank's shared memory."""
         if not self.setup.has_own or self.state.folder is None:
             return None
         stage = SharedMemoryTier(RUN, rank, folder=self.state.folder)

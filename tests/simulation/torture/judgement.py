@@ -74,7 +74,7 @@ def _wholeness(tier: Tier) -> Iterator[str]:
     for snapshot in reader.snapshots():
         ranks: Iterable[int] = range(snapshot.record.world_size)
         if isinstance(tier, SharedMemoryTier):
-            ranks = _own(tier, snapshot.sources[0].place, ranks)
+            ranks = _own(tier, snapshot.sources[0].location, ranks)
         try:
             for rank in ranks:
                 manifest = reader.manifest(snapshot, rank)
@@ -84,7 +84,7 @@ def _wholeness(tier: Tier) -> Iterator[str]:
 
 
 def _own(stage: SharedMemoryTier, place: str, ranks: Iterable[int]) -> list[int]:
-    """In own memory each rank's record speaks of its own shard alone: the ranks that have one."""
+    """In shared memory each rank's record speaks of its own shard alone: the ranks that have one."""
     return [rank for rank in ranks if (stage.folder / f"rank-{rank}.{place}.commit").exists()]
 
 

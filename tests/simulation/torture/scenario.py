@@ -60,7 +60,7 @@ class Verdict:
 
 
 class Stand:
-    """Prepares the state that episodes of one setup start from; makes folders for own memory.
+    """Prepares the state that episodes of one setup start from; makes folders for shared memory.
 
     Args:
         setup: Which.
@@ -89,7 +89,7 @@ class Stand:
                 shutil.rmtree(folder)
 
     def _remember(self, folder: Path, one: Saved) -> None:
-        """Puts a snapshot into own memory, as the save before has left it."""
+        """Puts a snapshot into shared memory, as the save before has left it."""
         for rank, manifest in enumerate(one.manifests):
             stage = SharedMemoryTier(RUN, rank, folder=folder)
             place, buffer = stage.begin(manifest.num_bytes)

@@ -1,6 +1,6 @@
-"""A tier that tells the ledger when a record is offered, and, for own memory, lets each of its steps go wrong.
+"""A tier that tells the ledger when a record is offered, and, for shared memory, lets each of its steps go wrong.
 
-Own memory lies in real shared memory: there is nothing between a store to a mapped page and its effect. So its
+The tier lies in real shared memory: there is nothing between a store to a mapped page and its effect. So its
 operations are the steps of the protocol, and the two halves of a copy.
 """
 

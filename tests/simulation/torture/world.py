@@ -40,7 +40,7 @@ class Operation:
     number: int
     actor: str
     place: str
-    """``disk``, ``store`` or ``own memory``."""
+    """``disk``, ``store`` or ``shared memory``."""
     name: str
     target: str
     writes: bool

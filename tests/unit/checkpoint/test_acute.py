@@ -24,7 +24,7 @@ LARGE = 3 * SMALL_BYTES // 4
 
 @pytest.fixture
 def name(tmp_path: Path) -> str:
-    """A model's name that no other test has: own memory is the machine's."""
+    """A model's name that no other test has: shared memory is the machine's."""
     return f"acute-{tmp_path.parent.name}-{tmp_path.name}"[-90:]
 
 

@@ -58,7 +58,7 @@ class Rig:
                 tree=manifest.tree,
                 num_bytes=manifest.num_bytes,
                 buffer=buffer,
-                place=place,
+                location=place,
             )
         )
         return handle
@@ -84,7 +84,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_memory_comes_first_and_storage_is_the_flushers(open_rig: Callable[..., Rig]) -> None:
     rig = open_rig()
     result = rig.send(10).committed.result()
-    assert (result.tier, result.place, result.sequence) == (rig.memory, "10", 10)
+    assert (result.tier, result.location, result.sequence) == (rig.memory, "10", 10)
     rig.writer.close()
     assert rig.results == [result]
     assert rig.storage.done == []
@@ -116,7 +116,9 @@ def test_a_failed_save_is_logged_each_time_and_the_next_one_is_tried(
     for step in (10, 20):
         with pytest.raises(CheckpointError, match="cluster memory: no memory left; storage: no space left"):
             rig.send(step).committed.result()
-        assert [record.step for record in rig.shared_memory.held().values()] == [step], "own memory has it all the same"
+        assert [record.step for record in rig.shared_memory.held().values()] == [step], (
+            "shared memory has it all the same"
+        )
     assert [each for each in warnings_of(caplog) if each.startswith("step")] == [
         f"step {step} is not saved: cluster memory: no memory left; storage: no space left" for step in (10, 20)
     ]
@@ -131,7 +133,7 @@ def test_a_failed_copy_is_logged_with_its_reason(open_rig: Callable[..., Rig], e
         rig.send(10, error).committed.result()
     assert rig.memory.done == []
     assert rig.shared_memory.held() == {}
-    assert rig.send(20).committed.result().place == "20"
+    assert rig.send(20).committed.result().location == "20"
 
 
 def test_one_that_may_not_save_does_not(open_rig: Callable[..., Rig]) -> None:
@@ -146,7 +148,7 @@ def test_one_that_may_not_save_does_not(open_rig: Callable[..., Rig]) -> None:
     assert rig.memory.done == rig.storage.done == []
 
 
-def test_own_memory_alone_is_enough_where_there_is_nothing_else(open_rig: Callable[..., Rig]) -> None:
+def test_shared_memory_alone_is_enough_where_there_is_nothing_else(open_rig: Callable[..., Rig]) -> None:
     rig = open_rig(has_memory=False, has_storage=False)
     assert rig.send(10).committed.result().tier is rig.shared_memory
 

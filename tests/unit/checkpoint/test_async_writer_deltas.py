@@ -57,7 +57,7 @@ class Rig:
                 tree=tree,
                 num_bytes=layout.num_bytes,
                 buffer=buffer,
-                place=place,
+                location=place,
             )
         )
         return handle.committed.result()
@@ -98,7 +98,7 @@ def test_differences_go_where_their_base_is(rig: Rig) -> None:
     own = read_newest(Reader([rig.shared_memory]), SingleProcessGroup())
     assert own is not None
     assert torch.equal(own.tensors["model/weight"], rig.restored(rig.memory).tensors["model/weight"]), (
-        "own memory holds what any other tier gives back"
+        "shared memory holds what any other tier gives back"
     )
 
 

@@ -80,7 +80,7 @@ def losses(training: Training, num_steps: int) -> list[float]:
 
 @pytest.mark.multiprocess
 @pytest.mark.redis
-@pytest.mark.parametrize("where", ["storage", "cluster memory", "own memory"])
+@pytest.mark.parametrize("where", ["storage", "cluster memory", "shared memory"])
 @pytest.mark.parametrize("strategy", ["copy", "overlap"])
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_a_run_goes_on_as_if_it_had_never_ended(
@@ -331,7 +331,7 @@ def test_what_is_read_in_place_is_verified_and_nothing_keeps_hanging_on_it(
 
     (buffer,) = own_folder(run).glob("*.data")
     reading, second, tiers = restored()
-    assert tiers == ("own memory",)
+    assert tiers == ("shared memory",)
     content = buffer.read_bytes()
     buffer.write_bytes(bytes(len(content)))  # as the next save would overwrite it
     assert losses(second, 2) == expected
@@ -384,7 +384,7 @@ def test_each_tensor_that_comes_back_has_a_storage_of_its_own(begin: Callable[..
     checkpointer.wait_durable()
     crash(checkpointer)
     second, other = Box({}), Keeper(128, 64)
-    with begun(second, other) as again:  # from own memory, where views would lie in the next save's buffer
+    with begun(second, other) as again:  # from shared memory, where views would lie in the next save's buffer
         assert again.restore_latest()
         for _ in range(2):
             again.step_count += 1
@@ -400,7 +400,7 @@ def test_each_tensor_that_comes_back_has_a_storage_of_its_own(begin: Callable[..
     assert torch.equal(torch.rand(3, generator=generator), want)
 
 
-@pytest.mark.parametrize("where", ["storage", "own memory"])
+@pytest.mark.parametrize("where", ["storage", "shared memory"])
 def test_an_object_that_keeps_a_weight_of_the_model_gets_it_back(
     where: str, begin: Callable[..., Checkpointer]
 ) -> None:
@@ -414,7 +414,7 @@ def test_an_object_that_keeps_a_weight_of_the_model_gets_it_back(
     checkpointer = begun(model, box)
     checkpointer.save()
     checkpointer.wait_committed()
-    crash(checkpointer) if where == "own memory" else checkpointer.close()
+    crash(checkpointer) if where == "shared memory" else checkpointer.close()
     with begun(other, again) as checkpointer:
         assert checkpointer.restore_latest().tiers == (where,)
         with torch.no_grad():
@@ -635,19 +635,21 @@ def test_a_full_disk_costs_the_save_and_not_the_training(
     other = Training()
     with begin(other) as again:
         restored = again.restore_latest()
-        assert (restored.step, restored.tiers) == (1, ("own memory",)), "the only copy there is was left"
+        assert (restored.step, restored.tiers) == (1, ("shared memory",)), "the only copy there is was left"
         again.save()
         again.wait_durable()
     assert not own_folder(run).exists(), "and goes when it is not needed any more"
 
 
-def test_an_exception_leaves_own_memory_and_a_good_end_does_not(begin: Callable[..., Checkpointer], run: str) -> None:
+def test_an_exception_leaves_shared_memory_and_a_good_end_does_not(
+    begin: Callable[..., Checkpointer], run: str
+) -> None:
     checkpointer = begin(Training(), buffers=2)
     checkpointer.save()
     checkpointer.wait_committed()
     crash(checkpointer)
     with begin(Training(), buffers=2) as checkpointer:
-        assert checkpointer.restore_latest().tiers == ("own memory",)
+        assert checkpointer.restore_latest().tiers == ("shared memory",)
         checkpointer.save()
     assert not own_folder(run).exists()
     with begin(Training()) as checkpointer:

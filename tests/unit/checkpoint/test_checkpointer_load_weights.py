@@ -134,7 +134,7 @@ def test_as_module_load_state_dict_does(model: Classifier, run: str, tmp_path: P
         ({"prefix": "neck"}, StateMismatchError, "names that begin with 'neck.', got 'those of body, head'"),
         ({"prefix": "body", "strict": False}, StateMismatchError, "has no body.0.bias"),
         ({"run": "another"}, CheckpointError, "a snapshot of run 'another'"),
-        ({"persist_to": None}, ConfigError, "a place where snapshots are"),
+        ({"persist_to": None}, ConfigError, "a location where snapshots are"),
     ],
 )
 def test_what_is_not_there_is_named_and_nothing_changes(

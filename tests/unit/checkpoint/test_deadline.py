@@ -186,7 +186,7 @@ def test_ranks_in_step_save_the_same_step(world_size: int, seed: int) -> None:
     [
         (RecoveryForecast(0.0, 1.0, 2.0, 3.0), "storage"),
         (RecoveryForecast(0.0, 1.0, 2.0, 300.0), "cluster memory"),
-        (RecoveryForecast(0.0, 1.0, 200.0, 300.0), "own memory"),
+        (RecoveryForecast(0.0, 1.0, 200.0, 300.0), "shared memory"),
         (RecoveryForecast(25.0, 1.0, 2.0, 10.0), "cluster memory"),
         (RecoveryForecast(0.0, 0.1, None, None), "whatever it can"),
     ],
@@ -232,7 +232,7 @@ def test_one_that_is_under_way_is_not_disturbed(alone: Rank, said: pytest.LogCap
     alone.until_stopped()
     assert alone.saver.saved == [4]
     assert "step 4 is still on its way" in said.text
-    assert "step 4 (1 step behind) is in own memory only" in said.text
+    assert "step 4 (1 step behind) is in shared memory only" in said.text
 
 
 def test_what_goes_wrong_in_the_last_save_is_said(alone: Rank, said: pytest.LogCaptureFixture) -> None:

@@ -134,7 +134,7 @@ def test_a_restore_falls_back_on_what_can_be_built(caplog: pytest.LogCaptureFixt
     assert "step 30" in caplog.text
 
 
-def test_own_memory_needs_no_base(tmp_path: Path) -> None:
+def test_shared_memory_needs_no_base(tmp_path: Path) -> None:
     """It has the data, not the difference; where that is damaged, the other tiers build it."""
     tier, saves = Near("tier"), chain()
     stage = SharedMemoryTier(RUN, 0, folder=tmp_path)

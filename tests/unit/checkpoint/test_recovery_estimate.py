@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shade.checkpoint._preemption.recovery_estimate import CLUSTER, OWN, STORAGE, Loss, LossTracker, RecoveryEstimate
+from shade.checkpoint._preemption.recovery_estimate import CLUSTER, SHARED, STORAGE, Loss, LossTracker, RecoveryEstimate
 from shade.checkpoint._save.async_writer import CommitResult, SaveHandle
 from shade.errors import CheckpointError, StoreUnavailableError
 from shade.testing import ManualClock
@@ -39,7 +39,7 @@ class Run:
     def is_durable(self, result: CommitResult) -> bool:
         if self.is_away:
             raise StoreUnavailableError("no answer")
-        return result.place in self.durable
+        return result.location in self.durable
 
     def begin(self, step: int) -> SaveHandle:
         self.step_count = step
@@ -80,22 +80,24 @@ def test_each_end_goes_back_to_what_survives_it(run: Run) -> None:
     run.step_count = 23
     run.clock.advance(1)
     gauge = run.read()
-    assert (gauge.process.tier, gauge.process.steps, gauge.process.seconds) == (OWN, 3, 3.0)
+    assert (gauge.process.tier, gauge.process.steps, gauge.process.seconds) == (SHARED, 3, 3.0)
     assert (gauge.machine.tier, gauge.machine.steps, gauge.machine.seconds) == (CLUSTER, 3, 3.0)
     assert (gauge.cluster.tier, gauge.cluster.steps, gauge.cluster.seconds) == (STORAGE, 13, 13.0)
     said = str(gauge)
-    assert said.startswith("if killed now: lose 3 steps / 3.0 s, recover in 1.00 s from own memory; with this machine:")
+    assert said.startswith(
+        "if killed now: lose 3 steps / 3.0 s, recover in 1.00 s from shared memory; with this machine:"
+    )
     assert said.endswith("with all machines: lose 13 steps / 13.0 s, recover from storage")
 
 
 def test_one_buffer_holds_nothing_while_it_is_copied_into(run: Run) -> None:
     run.land(run.begin(10), CLUSTER)
-    assert run.read().process.tier == OWN
+    assert run.read().process.tier == SHARED
     handle = run.begin(20)
     assert run.read().process.tier == CLUSTER
     assert run.read().process.steps == 10
     handle.is_in_shared_memory = True
-    assert run.read().process.tier == OWN
+    assert run.read().process.tier == SHARED
     assert run.read().process.steps == 0
 
 
@@ -103,7 +105,7 @@ def test_a_second_buffer_holds_the_one_before() -> None:
     run = Run(num_buffers=2)
     run.land(run.begin(10), CLUSTER)
     run.begin(20)
-    assert (run.read().process.tier, run.read().process.steps) == (OWN, 10)
+    assert (run.read().process.tier, run.read().process.steps) == (SHARED, 10)
 
 
 def test_a_save_that_fails_is_nothing_to_go_back_to(run: Run) -> None:

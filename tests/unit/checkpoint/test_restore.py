@@ -33,7 +33,7 @@ def storage(*saves: Saved) -> Near:
 
 
 def own(*saves: Saved) -> Near:
-    tier = Near("own memory")
+    tier = Near("shared memory")
     tier.every_rank_commits = True  # type: ignore[misc]
     for one in saves:
         put(tier, one)
@@ -66,7 +66,7 @@ def test_every_rank_gets_all_of_the_newest(num_ranks: int) -> None:
 def test_what_lies_near_every_rank_is_read_by_each_and_storage_by_none() -> None:
     shared, machine = storage(SECOND), own(SECOND)
     results = found([[machine, shared]] * 2)
-    assert all(each == (SECOND.record, SECOND.tensors, ["own memory"]) for each in results)
+    assert all(each == (SECOND.record, SECOND.tensors, ["shared memory"]) for each in results)
     assert shared.read == []
 
 

@@ -1,4 +1,4 @@
-"""Own memory: buffers that outlive a process, records that outlive nothing they should not, one process at a time."""
+"""Shared memory: buffers outlive a process, records outlive nothing they should not, one process at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN = "run"
 
 
 def keep(stages: list[SharedMemoryTier], one: Saved) -> str:
-    """Puts a snapshot into own memory, as the protocol does."""
+    """Puts a snapshot into shared memory, as the protocol does."""
     for stage, manifest, chunks in zip(stages, one.manifests, one.chunks, strict=True):
         place, buffer = stage.begin(manifest.num_bytes)
         buffer[: manifest.num_bytes] = torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.uint8)

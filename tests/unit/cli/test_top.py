@@ -27,7 +27,7 @@ from shade.types import Decision, StepReport
 Capture = pytest.CaptureFixture[str]
 GAUGES = [
     RecoveryEstimate(
-        9, Loss(3, 1.25, 0.4, "own memory"), Loss(5, 2.0, None, "cluster memory"), Loss(9, 4.0, None, None)
+        9, Loss(3, 1.25, 0.4, "shared memory"), Loss(5, 2.0, None, "cluster memory"), Loss(9, 4.0, None, None)
     ),
     RecoveryEstimate(9, Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage"), Loss(1, 0.5, 0.1, "storage")),
     RecoveryEstimate(9, *[Loss(9, 30.0, None, None)] * 3),

@@ -79,7 +79,7 @@ def test_undo_keeps_a_snapshot_in_the_run_directory(here: Path, tmp_path: Path) 
     assert (folder / "commit.json").exists()
 
 
-def test_undo_keeps_a_snapshot_in_own_memory_and_takes_buffers_without_one(here: Path, tmp_path: Path) -> None:
+def test_undo_keeps_a_snapshot_in_shared_memory_and_takes_buffers_without_one(here: Path, tmp_path: Path) -> None:
     for name, is_there in (("kept", True), ("empty", False)):
         config = config_of(tmp_path / name)
         place = Workspace(config, here)

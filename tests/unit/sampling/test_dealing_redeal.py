@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shade.sampling.shards import NOWHERE, redeal
+from shade.sampling.dealing import NOWHERE, redeal
 
 
 def shares(places: np.ndarray, size_W: np.ndarray) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shade.errors import ConfigError
-from shade.sampling.shards import num_steps, rank_order, rank_positions, rank_slice
+from shade.sampling.dealing import num_steps, rank_order, rank_positions, rank_slice
 
 worlds = st.tuples(st.integers(1, 300), st.integers(1, 9), st.integers(1, 6))  # K, B, W
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shade.policy import POLICIES, CachePolicy, EpochPlan
-from shade.policy.controls import NEVER, next_uses
+from shade.policy.baselines.belady import NEVER, next_uses
 from shade.policy.simulator import simulate
 from shade.policy.trace import Trace
 

@@ -7,30 +7,11 @@
     rank 1          3 4 5         9 10 11         14
 
 Step t is ``order[t*G : (t+1)*G]``; rank r takes its r-th piece of B, and all ranks take the same number of steps. The
-tail of ``m = K mod G`` is split into W contiguous pieces whose sizes differ by one at most. Where ``0 < m < W`` the
-tail is padded to W with the first samples of the epoch, as torch's DistributedSampler does: the only duplicates that
-can ever arise. ``drop_last`` drops the tail. The content of a step depends on G alone, so a run resumed with other
-ranks (same G) takes the same steps. A position is a place in the global order; the cursor of a resume is one, a
-multiple of G. Invariant: without padding, the ranks' positions partition ``range(cursor, K)``.
-
-`redeal` rearranges a global batch within a step. The step's gradient is a sum, so which rank computes which part of it
-is free: SGD does not notice (statistics of unsynchronised batch norms do, as with any order). A cluster keeps each
-sample on one host, its home. By position only every H-th hit of a rank is at home with it; dealt by home, nearly all
-are::
-
-    batch    a0 b1 c0 d1 e1 f1       letter: sample, number: its home;  two hosts of one rank, shares of 3
-    by place [a0 b1 c0] [d1 e1 f1]   4 of 6 at home
-    by home  [a0 c0 f1] [b1 d1 e1]   5 of 6; host 1 has one too many
-
-Cached samples come first, then those that may get cached; a sample without a place at home fills what is left, in the
-order of the batch. Every share keeps its size, and all ranks compute the same deal. With R ranks on as many hosts and a
-global batch of 256, the local share of a batch at f = 0.2 grows from f / R to nearly f, and at f = 1 and R = 4 to 0.96:
-binomial counts overflow by the other 4 %.
+content of a step depends on G alone, so a run resumed with other ranks (same G) takes the same steps. Invariant:
+without padding, the ranks' positions partition ``range(cursor, K)``. `redeal` rearranges a global batch within a step
+(Yang & Cong, HiPC 2019); decision 0023 says what that gains.
 
 Legend: K drawn in one epoch · G global batch · W ranks · H hosts.
-
-References:
-    Yang & Cong, "Accelerating Data Loading in Deep Neural Network Training", HiPC 2019, for `redeal`.
 """
 
 from __future__ import annotations
@@ -71,6 +52,7 @@ def rank_slice(step: int, rank: int, *, num_drawn: int, global_batch: int, world
     if size < global_batch:
         # A tail smaller than the ranks is padded: a rank without a sample would miss the collective.
         size = max(size, world_size)
+    # The tail is split into W contiguous pieces whose sizes differ by one at most.
     each, extra = divmod(size, world_size)
     first = start + rank * each + min(rank, extra)
     return range(first, first + each + (rank < extra))
@@ -106,6 +88,7 @@ def rank_positions(
     if drop_last or num_drawn % global_batch == 0 or cursor >= num_drawn:
         return positions
     tail = rank_slice(whole_steps, rank, num_drawn=num_drawn, global_batch=global_batch, world_size=world_size)
+    # Padding takes the first samples of the epoch, as torch's DistributedSampler does.
     return np.concatenate([positions, np.arange(tail.start, tail.stop, dtype=np.int64) % num_drawn])
 
 
@@ -136,16 +119,20 @@ def redeal(home_G: Indices, hit_G: Bools, size_W: Indices, host_W: Indices) -> I
         host_W: Host of each rank.
 
     Returns:
-        int64 (G,): places of the batch, rank 0's share first, each share in the order of the batch.
+        int64 (G,): positions in the batch, rank 0's share first, each share in the order of the batch.
     """
     num_hosts = int(host_W.max()) + 1
     room_H = np.bincount(host_W, weights=size_W, minlength=num_hosts).astype(np.int64)
+    # The step's gradient is a sum, so which rank computes which part of it is free (statistics of unsynchronised batch
+    # norms see other parts, as with any order).
     chosen_G = np.full(len(home_G), NOWHERE, dtype=np.int64)
     for host in range(num_hosts):
         at_home = np.flatnonzero(home_G == host)
+        # Cached samples choose first: only for those does it matter whose host reads them.
         at_home = at_home[np.argsort(~hit_G[at_home], kind="stable")][: room_H[host]]
         chosen_G[at_home] = host
         room_H[host] -= len(at_home)
+    # A sample without room at home fills what is left, in the order of the batch, so every share keeps its size.
     chosen_G[chosen_G == NOWHERE] = np.repeat(np.arange(num_hosts), room_H)
     rank_G = np.empty(len(home_G), dtype=np.int64)
     for host in range(num_hosts):

@@ -75,7 +75,7 @@ class RankGroup(Protocol):
 
 
 class SingleProcessGroup(RankGroup):
-    """The group of one rank, which waits for nobody."""
+    """The group of one rank, which never waits."""
 
     rank = 0
     world_size = 1

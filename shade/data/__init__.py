@@ -32,9 +32,9 @@ __all__ = [
 if TYPE_CHECKING:
     from shade.data._dataset.dataset import ShadeDataset
     from shade.data._loader.loader import ShadeLoader
+    from shade.data._mixture.mixture import MixtureReceipt, MixtureSampler
+    from shade.data._mixture.packed import PackedDataset, cu_seqlens
     from shade.data._origin.remote_image_folder import RemoteImageFolder
-    from shade.data._sampler.mixture import MixtureReceipt, MixtureSampler
-    from shade.data._sampler.packed import PackedDataset, cu_seqlens
     from shade.data._sampler.sampler import ForgottenCallWarning, ShadeSampler
     from shade.data._shards.index import RangeParts, ShardFile, ShardFormat, ShardScan
     from shade.data._shards.shards import Shards
@@ -45,8 +45,8 @@ else:
             "shade.data._dataset.dataset": ["ShadeDataset"],
             "shade.data._origin.remote_image_folder": ["RemoteImageFolder"],
             "shade.data._loader.loader": ["ShadeLoader"],
-            "shade.data._sampler.mixture": ["MixtureReceipt", "MixtureSampler"],
-            "shade.data._sampler.packed": ["PackedDataset", "cu_seqlens"],
+            "shade.data._mixture.mixture": ["MixtureReceipt", "MixtureSampler"],
+            "shade.data._mixture.packed": ["PackedDataset", "cu_seqlens"],
             "shade.data._sampler.sampler": ["ForgottenCallWarning", "ShadeSampler"],
             "shade.data._shards.index": ["RangeParts", "ShardFile", "ShardFormat", "ShardScan"],
             "shade.data._shards.shards": ["Shards"],

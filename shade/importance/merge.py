@@ -1,4 +1,4 @@
-"""Merges the ranks' reports, off the training thread: ``report`` makes private copies of the two tensors, and no more.
+"""Merges the ranks' reports, off the training thread: ``report`` only makes private copies of the two tensors.
 
 One daemon thread per rank takes the reports in order and exchanges each with the same-numbered report of the other
 ranks, over a gloo group of its own (so it never meets the trainer's collectives), then applies all of them to the table

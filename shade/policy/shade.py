@@ -39,7 +39,7 @@ class Shade(PriorityPolicy):
 
     @override
     def begin_epoch(self, plan: EpochPlan) -> Indices:
-        """Takes in the scores; a score that is not a number counts as 0. Nobody leaves."""
+        """Takes in the scores; a score that is not a number counts as 0. No sample leaves."""
         if plan.score_N is not None:
             self._importance = np.nan_to_num(plan.score_N, nan=0.0).tolist()
             self._rebuild()

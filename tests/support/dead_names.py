@@ -75,15 +75,12 @@ OTHERS: dict[str, str] = {
     "TrainingRuntime": "Kubeflow",
     "Snapshot.async_take(path, app_state)": "torchsnapshot",
     "flash_attn_varlen_func": "flash-attn",
-    "register_full_backward_pre_hook": "torch",
     "global_step120": "an example of DeepSpeed's tags",
     "score_00000": "an array of a trace",
-    "shade.tree": "a key of an exported file",
     "shade/shards": "a folder of the user's cache",
     "stall_cache_seconds": "made of a cause's name",
     "stall_decode_seconds": "made of a cause's name",
     "stall_transform_seconds": "made of a cause's name",
-    "train/one_memory.py": "comes with the split of train/snapshots.py",
 }
 """Whose a name is that stands nowhere in the code of the clone."""
 

@@ -49,8 +49,8 @@ from shade.data._dataset.batch_reader import BatchReader
 from shade.data._dataset.dataset import ShadeDataset, reader_of
 from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts, PlainParts, SeededBatch, on_device
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
-from shade.data._sampler.mixture import MixtureSampler
-from shade.data._sampler.packed import PackedDataset
+from shade.data._mixture.mixture import MixtureSampler
+from shade.data._mixture.packed import PackedDataset
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.usage import check_wrapping
 from shade.errors import ConfigError

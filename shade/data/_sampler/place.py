@@ -345,7 +345,7 @@ class SamplerIterator(Iterator[Any]):
 
     Args:
         sampler: The sampler.
-        begin: Begins the pass, which is told whether the iterator was set to a place; returns how many indices were
+        begin: Begins the pass, given whether the iterator was set to a place; returns how many indices were
             taken before it, and the rest.
     """
 

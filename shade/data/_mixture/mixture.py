@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from shade.data._sampler.packed import PackedDataset
+from shade.data._mixture.packed import PackedDataset
 from shade.data._sampler.place import Pass, Place, SamplerIterator, check_place
 from shade.data._sampler.usage import UsageWarnings
 from shade.errors import ConfigError

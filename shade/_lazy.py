@@ -9,6 +9,8 @@ command without loops need not wait for.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar, cast
@@ -38,7 +40,20 @@ def load_numba() -> Any:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         cure = "pip install --upgrade 'numba>=0.60'"
         raise ConfigError.of("a numba that works with this Python and numpy", reason, cure) from error
+    _let_forks_wait()
     return numba
+
+
+@functools.cache
+def _let_forks_wait() -> None:
+    """Makes a fork wait until no thread compiles or loads a build.
+
+    A DataLoader's worker that is forked meanwhile would find numba's lock held by a thread that it does not have, and
+    wait for it for ever.
+    """
+    from numba.core.compiler_lock import global_compiler_lock as lock
+
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 def compiled(function: F) -> F:

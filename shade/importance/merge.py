@@ -16,6 +16,7 @@ Legend: N data set · B batch of this rank · C capacity · W world.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import queue
@@ -195,8 +196,9 @@ class ScoreMerger:
     def _start(self, group: RankGroup) -> _Worker:
         """Starts the thread, which ends when the merger is closed or collected."""
         worker = _Worker(self.table, self.batch_size, group)
-        # atexit off: at interpreter exit the daemon thread is gone, and a put would be useless.
+        # atexit off: what is left at interpreter exit is stopped by `_stop_all`, which waits for it.
         weakref.finalize(self, worker.inbox.put, None).atexit = False
+        _started.add(worker)
         return worker
 
     def _check_usable(self) -> None:
@@ -225,6 +227,7 @@ class _Worker:
         # Two float32 losses fit into one int64 word.
         num_words = 1 + capacity + (capacity + 1) // 2
         self._mine = np.zeros(num_words, dtype=np.int64)
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="shade-score-merger", daemon=True)
         self._thread.start()
 
@@ -235,6 +238,8 @@ class _Worker:
         would wait for gloo's threads, which a child does not have. A thread that does not end in time is stuck on a
         rank that is gone, and keeps its group.
         """
+        if self._process != os.getpid():
+            return
         self.inbox.put(None)
         self._thread.join(timeout_seconds)
         if not self._thread.is_alive():
@@ -267,6 +272,19 @@ class _Worker:
             index_parts.append(words[1 : 1 + words[0]])
             loss_parts.append(words[self._losses_at :].view(np.float32)[: words[0]])
         self._table.update(np.concatenate(index_parts), np.concatenate(loss_parts))
+
+
+_started: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stops the threads of mergers that the script has not closed.
+
+    A thread that is inside a collective when the interpreter ends is unwound by force, which aborts the process.
+    """
+    for worker in list(_started):
+        worker.stop(CLOSE_SECONDS)
 
 
 def _check_shapes(index_shape: tuple[int, ...], loss_shape: tuple[int, ...], batch_size: int) -> None:

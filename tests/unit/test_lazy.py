@@ -1,7 +1,8 @@
-"""A numba that does not work is refused by name; without a folder for its builds it works all the same."""
+"""A numba that does not work is refused by name; without a folder for its builds, or beside a fork, it works."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import numba
@@ -30,3 +31,41 @@ def test_without_a_folder_for_the_build_the_loop_is_compiled_all_the_same(monkey
     with pytest.raises(RuntimeError, match="no locator"):
         numba.njit(cache=True)(one)
     assert compiled(one)() == 1
+
+
+FORK_WHILE_COMPILING = """
+import os, threading, time
+import numpy as np
+from shade._lazy import compiled, load_numba
+from numba.core.compiler_lock import global_compiler_lock
+
+@compiled
+def double(x):
+    return 2 * x
+
+load_numba()
+held = threading.Event()
+
+def compile_for_a_while():
+    with global_compiler_lock:
+        held.set()
+        time.sleep(0.5)
+
+thread = threading.Thread(target=compile_for_a_while)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    os._exit(double(21) != 42)
+thread.join()
+assert double(4) == 8
+_, status = os.waitpid(child, 0)
+print("child", os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_worker_that_is_forked_while_a_thread_compiles_can_compile() -> None:
+    program = [sys.executable, "-W", "ignore", "-c", FORK_WHILE_COMPILING]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("child 0", 0), done.stderr

@@ -8,6 +8,7 @@ ranks on different machines hold the same weights.
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from typing import Any
 
@@ -15,6 +16,15 @@ from shade.errors import ConfigError
 
 _lock = threading.Lock()
 _built: dict[str, Any] = {}
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+# A thread of the parent may have held it, between two loops.
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def build(loops: str) -> Any:

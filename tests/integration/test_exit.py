@@ -1,0 +1,48 @@
+"""A script that closes nothing ends with status 0, on every rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+
+LOOP = {
+    "ShadeSampler": """
+from shade import ShadeSampler
+sampler = ShadeSampler(TensorDataset(torch.arange(64.0)), batch_size=8)
+for batch in BatchSampler(sampler, 8, drop_last=False):
+    wait()
+    sampler.report(torch.tensor(batch), torch.ones(len(batch)))
+""",
+    "MixtureSampler": """
+from shade.data import MixtureSampler, PackedDataset
+data = PackedDataset({"a": [torch.arange(8)] * 12}, length=8)
+sampler = MixtureSampler(data, weights={"a": 1.0}, batch_size=2, round_sequences=16)
+for batch in BatchSampler(sampler, 2, drop_last=False):
+    wait()
+    sampler.report(torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8))
+""",
+}
+PREPARED = """
+import time, torch, torch.distributed as dist
+from torch.utils.data import BatchSampler, TensorDataset
+dist.init_process_group("gloo")
+def wait():  # rank 0 is at its end long before, so its thread is inside a collective
+    time.sleep(0.3 * dist.get_rank())
+"""
+
+
+@pytest.mark.parametrize("sampler", LOOP)
+def test_a_loop_on_two_ranks_that_closes_nothing(sampler: str, tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(f"{PREPARED}{LOOP[sampler]}print('trained', flush=True)\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained") == 2

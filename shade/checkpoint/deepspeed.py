@@ -28,6 +28,7 @@ import torch
 from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
 from shade.checkpoint._restore.reader import Snapshot
 from shade.checkpoint._restore.restore import Arena, fill
+from shade.checkpoint._session.checkpointer import group_of, tiers_of
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from shade.installation import install_hint
@@ -136,7 +137,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
 
     def _write_note(self, path: Path, name: str, tag: str, step: int) -> None:
         """Writes the note that names a state's snapshot to the state's path, to be there after a power cut too."""
-        rank = self.checkpointer.group.rank
+        rank = group_of(self.checkpointer).rank
         note = {NOTE: _VERSION, "run": self.checkpointer.run, "step": step, "tag": tag, "rank": rank, "file": name}
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, durable=True) as beside:
@@ -177,7 +178,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
 
     def _read(self, snapshot: Snapshot, note: dict[str, Any]) -> Any:
         """Reads one rank's state: its part of that rank's tree, and the chunks that it needs."""
-        reader = self.checkpointer.tiers.reader
+        reader = tiers_of(self.checkpointer).reader
         tree = part_of(reader.manifest(snapshot, note["rank"]).tree, ["state"])
         whole = part_of(_only_child(tree), ["tag", "files"])
         tag, files = unflatten(part_of(whole, ["tag"]), {})["tag"], _only_child(part_of(whole, ["files"]))

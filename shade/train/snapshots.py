@@ -16,7 +16,7 @@ from typing import Any
 
 from shade.cache.cache import SampleCache
 from shade.checkpoint._save.async_writer import SaveHandle
-from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._session.checkpointer import Checkpointer, tiers_of
 from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.rank_group import current_group
@@ -57,7 +57,7 @@ class Snapshots:
         )
         self._checkpointer.attach(**things)
         self._checkpointer.watch("SIGTERM", *filter(None, [config.notice]))
-        tiers = self._checkpointer.tiers
+        tiers = tiers_of(self._checkpointer)
         self._one_memory = None
         if cache is not None and tiers.memory is not None:
             self._one_memory = OneMemory(cache, tiers.memory, flushed=tiers.storage is not None)

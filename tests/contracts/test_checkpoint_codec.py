@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, Standalone, standalone_codec
+from shade.checkpoint._codecs.base import CODECS, Piece, Span, Standalone, standalone_codec
+from shade.checkpoint._codecs.delta import Delta
 from shade.checkpoint._commit.protocol import agree, store
 from shade.checkpoint._format.manifest import EXACT_CODECS, TensorEntry
 from shade.checkpoint._restore.reader import Reader

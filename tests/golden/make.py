@@ -26,7 +26,8 @@ from shade import GradientEngine, ShadeDataset, ShadeLoader, ShadeSampler, Spars
 from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM, FORMAT_PICTURE, seal
 from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, standalone_codec
+from shade.checkpoint._codecs.base import CODECS, Piece, Span, standalone_codec
+from shade.checkpoint._codecs.delta import Delta
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._interchange.export import save_state

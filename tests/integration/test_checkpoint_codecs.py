@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
-from shade.checkpoint._codecs.base import CODECS, Delta
+from shade.checkpoint._codecs.base import CODECS
+from shade.checkpoint._codecs.delta import Delta
 from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._integrations.dcp_writer import ShadeWriter
 from shade.checkpoint._save.packing import PackedShard

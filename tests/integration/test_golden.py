@@ -15,7 +15,6 @@ import torch
 from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM, FORMAT_PICTURE, unseal
 from shade.checkpoint._capture.flatten import unflatten
 from shade.checkpoint._codecs.base import CODECS
-from shade.checkpoint._commit.protocol import SingleProcessGroup
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._interchange.export import load_state
 from shade.checkpoint._restore.reader import Reader
@@ -30,6 +29,7 @@ from shade.data._dataset import item_codec
 from shade.data._decode.cached_format import picture_of
 from shade.gradient._comm.message import unpack
 from shade.policy.trace import Trace
+from shade.rank_group import SingleProcessGroup
 from shade.storage import open_volume
 from shade.trajectory import Trajectory
 from tests.golden import make

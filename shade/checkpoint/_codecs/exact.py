@@ -8,8 +8,9 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Standalone, check_length
-from shade.checkpoint._codecs.frames import Frames
+from shade.checkpoint._codecs.base import CODECS, Piece, Standalone, check_length
+from shade.checkpoint._codecs.delta import Delta
+from shade.checkpoint._codecs.zstd_frames import Frames
 from shade.checkpoint._format.digest import digest_of
 from shade.errors import CorruptCheckpointError
 from shade.types import Bytes

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span
-from shade.checkpoint._codecs.frames import Frames, transpose
+from shade.checkpoint._codecs.base import CODECS, Piece, Span
+from shade.checkpoint._codecs.delta import Delta
+from shade.checkpoint._codecs.zstd_frames import Frames, transpose
 from shade.errors import CorruptCheckpointError
 from shade.types import Bytes
 

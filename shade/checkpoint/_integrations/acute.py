@@ -35,6 +35,7 @@ from shade.checkpoint._flush.service import is_served
 from shade.checkpoint._interchange.export import load_state
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest
+from shade.checkpoint._session.checkpointer import group_of
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.checkpoint._tiers.run_lock import runs_in_store, runs_in_volume
 from shade.checkpoint._tiers.storage import StorageTier
@@ -334,8 +335,8 @@ def _restore_path(checkpointer: StateDictCheckpointer, path: str) -> None:
         checkpointer.state_dict_state.loaded = state if isinstance(state, dict) else {"state": state}
         return
     with open_volume(match[1]) as volume:
-        found = read_newest(Reader([StorageTier(volume, match[2])]), checkpointer.group, step=int(match[3]))
+        found = read_newest(Reader([StorageTier(volume, match[2])]), group_of(checkpointer), step=int(match[3]))
     if found is None:
         raise CheckpointError.of("a committed snapshot", f"none at {path}", "see shade checkpoint list")
-    is_old = checkpointer.group.rank < found.record.world_size
+    is_old = group_of(checkpointer).rank < found.record.world_size
     checkpointer.state_dict_state.read(found.tree, found.tensors, with_generators=is_old)

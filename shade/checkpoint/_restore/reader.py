@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Final
 
-from shade.checkpoint._codecs.base import CODECS, Codec, Delta, Piece, Standalone, standalone_codec
+from shade.checkpoint._codecs.base import CODECS, Codec, Piece, Standalone, standalone_codec
+from shade.checkpoint._codecs.delta import Delta
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Tier

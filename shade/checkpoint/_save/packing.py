@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shade.checkpoint._codecs.base import CODECS, Delta, Piece, Span, Standalone, standalone_codec
+from shade.checkpoint._codecs.base import CODECS, Piece, Span, Standalone, standalone_codec
+from shade.checkpoint._codecs.delta import Delta
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, Bound, ChunkEntry, Manifest, TensorEntry
 from shade.checkpoint._pacing.write_cost import CostModel

@@ -25,7 +25,7 @@ import torch
 
 from shade.checkpoint._capture.app_state import AppState
 from shade.checkpoint._capture.flatten import part_of, unflatten
-from shade.checkpoint._codecs.base import memory_slots
+from shade.checkpoint._codecs.delta import memory_slots
 from shade.checkpoint._pacing.batching import Batching
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter, Schedule
 from shade.checkpoint._preemption.deadline import EXIT_CODE, Deadline, open_deadline_store
@@ -186,16 +186,6 @@ class Checkpointer:
     def run(self) -> str:
         """The run id."""
         return self._run
-
-    @property
-    def group(self) -> RankGroup:
-        """The ranks that save and restore together; for interfaces that are built on a checkpointer."""
-        return self._group
-
-    @property
-    def tiers(self) -> Tiers:
-        """The places where this run's snapshots lie; for interfaces that are built on a checkpointer."""
-        return self._tiers
 
     @property
     def config(self) -> StrategyConfig:
@@ -486,6 +476,16 @@ class Checkpointer:
                 self.close()
             elif not self._closed:
                 self._end(keep_buffers=True)
+
+
+def group_of(checkpointer: Checkpointer) -> RankGroup:
+    """Returns the ranks that save and restore together; for interfaces that are built on a checkpointer."""
+    return checkpointer._group
+
+
+def tiers_of(checkpointer: Checkpointer) -> Tiers:
+    """Returns the tiers of this run's snapshots; for interfaces that are built on a checkpointer."""
+    return checkpointer._tiers
 
 
 def load_weights(

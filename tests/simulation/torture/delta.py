@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from shade.checkpoint._codecs.base import CODECS, Delta, Piece
+from shade.checkpoint._codecs.base import CODECS, Piece
+from shade.checkpoint._codecs.delta import Delta
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import ChunkEntry, Manifest
 from tests.simulation.torture.ledger import Saved, saved

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shade.checkpoint._codecs.base import memory_slots
+from shade.checkpoint._codecs.delta import memory_slots
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.errors import StoreFullError
 from shade.store import Store, open_store

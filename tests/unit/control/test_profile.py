@@ -94,5 +94,5 @@ def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path) -> None
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"shade tune"):
         Profile.load(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match=r"place for a profile"):
+    with pytest.raises(ConfigError, match=r"path for a profile"):
         ACCURACY.save(tmp_path / "none" / "profile.json")

@@ -489,7 +489,7 @@ def test_a_full_or_failing_disk_costs_time_and_no_sample(tmp_path: Path, caplog:
     expected = read_shards(paths)
     shards = open_shards(paths, disk=f"{tmp_path}/disk?capacity=10MiB")
     tier: Any = shards._blocks
-    tier._store._max_bytes = 20_000  # others have filled it
+    tier._store._files()._max_bytes = 20_000  # others have filled it
     assert shards.__getitems__(range(200)) == expected
     assert "is full; samples that are not there are read from their shards" in caplog.text
     assert 0 < len(shards.read_near(range(200))) < 200

@@ -1,9 +1,9 @@
 """Defines a codec: a way to store one chunk of a shard, alone or as a delta to the same chunk of a base.
 
 `Standalone` decodes a chunk without other data; `Delta` (`_codecs.delta`) needs another snapshot. The error of a lossy
-codec is measured, not assumed (`_save.packing`). Invariant of all codecs: whatever bytes `decode` is given, it allocates
-at most a few times the chunk's length and returns exactly that length; its result is the same on every machine, bit for
-bit.
+codec is measured, not assumed (`_save.packing`). Invariant of all codecs: whatever bytes `decode` is given, it
+allocates at most a few times the chunk's length and returns exactly that length; its result is the same on every
+machine, bit for bit.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_methods
+import strategy_ablations  # noqa: F401  registers its strategies
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

@@ -57,8 +57,6 @@ _PASS_FRACTION: Final = 0.9
 """Part of a step that is forward and backward, if no run has measured it: an optimizer's step is short."""
 _WEIGHTS: Final = 2**22
 """Numbers that a codec is measured on."""
-_ABLATIONS: Final = "asymmetric-"
-"""Beginning of the names of strategies that leave out a part of another one, to measure that part."""
 _POINTS: Final = 24
 """Intervals per line of the plot, from a fifth of the best one to five times it."""
 
@@ -211,7 +209,7 @@ def _exact_strategies() -> dict[str, StrategyConfig]:
     found: dict[type[object], tuple[str, StrategyConfig]] = {}
     for name in STRATEGIES:
         strategy = STRATEGIES.get(name)
-        if strategy.config.is_exact and not name.startswith(_ABLATIONS):
+        if strategy.config.is_exact:
             found.setdefault(strategy, (name, strategy.config))
     return dict(found.values())
 

@@ -80,7 +80,6 @@ def test_all_exact_strategies_by_default_and_a_picture(
     assert main(words) == 0
     names = {row[0] for row in told(capsys)[1:]}
     assert {"copy", "overlap", "asymmetric", "sync"} <= names
-    assert "asymmetric-naive" not in names, "who would train with an ablation?"
     assert "dash" not in names, "a class with two names comes once"
     assert "excp" not in names, "it is not exact"
     assert picture.read_bytes().startswith(b"\x89PNG")

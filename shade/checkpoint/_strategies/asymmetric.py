@@ -7,8 +7,7 @@ the training waits while every thread copies and hashes. Invariant: the buffer h
 snapshot is refused.
 
 AsymCheck (DAC 2026, §3). Where we differ: partitions are byte ranges of the shard as it will be stored; windows and
-idle cores are measured all the time. ``asymmetric-naive``, ``asymmetric-S`` and ``asymmetric-S+O`` measure its modules,
-without regard to idle cores. Decisions 0020 and 0027.
+idle cores are measured all the time. `benchmarks/strategy_ablations.py` measures its modules. Decisions 0020 and 0027.
 """
 
 from __future__ import annotations
@@ -151,36 +150,3 @@ def _without_tail(seconds: Sequence[float]) -> list[float]:
         usable.append(min(each, left))
         left -= usable[-1]
     return usable
-
-
-class _Background(Asymmetric):
-    """A variant that always copies in the background."""
-
-    @override
-    def _stands_still(self) -> bool:
-        return False
-
-
-@STRATEGIES.register("asymmetric-naive")
-class AsymmetricNaive(_Background):
-    """A variant with equal partitions."""
-
-    config = StrategyConfig()
-
-    @override
-    def _shares(self, windows: Sequence[float]) -> list[float]:
-        return [1.0] * len(windows)
-
-
-@STRATEGIES.register("asymmetric-S")
-class AsymmetricSnapshot(_Background):
-    """A variant with partitions by time and no batches."""
-
-    config = StrategyConfig()
-
-
-@STRATEGIES.register("asymmetric-S+O")
-class AsymmetricSnapshotFlush(_Background):
-    """A variant with partitions by time, written in batches."""
-
-    config = StrategyConfig(streams=True, batches=True)

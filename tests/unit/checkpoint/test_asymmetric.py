@@ -10,12 +10,7 @@ import torch
 
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._capture.layout import TensorSpec, lay_out
-from shade.checkpoint._strategies.asymmetric import (
-    Asymmetric,
-    AsymmetricNaive,
-    AsymmetricSnapshot,
-    AsymmetricSnapshotFlush,
-)
+from shade.checkpoint._strategies.asymmetric import Asymmetric
 from shade.errors import TornSnapshotError
 
 MIB = 2**20
@@ -126,14 +121,3 @@ def test_a_change_is_found_while_the_training_waits(training: Training) -> None:
         training.begin()
         with pytest.raises(TornSnapshotError, match=r"2\.weight"):
             training.strategy.wait()
-
-
-def test_the_variants_always_copy_in_the_background() -> None:
-    for kind in (AsymmetricNaive, AsymmetricSnapshot, AsymmetricSnapshotFlush):
-        training = Training(kind())
-        training.strategy._windows.cores_left = lambda: 0  # type: ignore[method-assign]
-        copying, _ = training.begin()
-        assert sum(map(sum, training.strategy.partitions)) == 16 * MIB
-        assert copying.names != []
-        training.strategy.wait()
-        training.strategy.close()

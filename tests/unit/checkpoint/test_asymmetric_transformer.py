@@ -42,8 +42,7 @@ def gpt2() -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("strategy", ["asymmetric", "asymmetric-S", "asymmetric-naive"])
-def test_partitions_of_gpt2(strategy: str) -> None:
+def test_partitions_of_gpt2() -> None:
     model = gpt2()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     tokens = torch.randint(0, 512, (4, 64))
@@ -54,7 +53,7 @@ def test_partitions_of_gpt2(strategy: str) -> None:
         optimizer.zero_grad()
 
     step()  # the optimizer has its state from now on
-    with Checkpointer(run=f"gpt2-{secrets.token_hex(4)}", strategy=strategy, every="never") as checkpointer:
+    with Checkpointer(run=f"gpt2-{secrets.token_hex(4)}", strategy="asymmetric", every="never") as checkpointer:
         checkpointer.attach(model=model, optimizer=optimizer)
         made = checkpointer._strategy
         assert isinstance(made, Asymmetric)
@@ -73,11 +72,8 @@ def test_partitions_of_gpt2(strategy: str) -> None:
     assert sum(forward) + sum(backward) == steady_bytes, "no byte twice, and none left out"
     assert len(forward) > SIZES["n_layer"] * 8
     assert len(backward) > SIZES["n_layer"] * 8
-    if strategy == "asymmetric-naive":
-        assert max(*forward, *backward) - min(*forward, *backward) <= 1
-    else:
-        assert sum(forward) < sum(backward)
-        assert statistics.mean(forward) < statistics.mean(backward)
+    assert sum(forward) < sum(backward)
+    assert statistics.mean(forward) < statistics.mean(backward)
 
 
 def _unsteady_bytes(checkpointer: Checkpointer) -> int:

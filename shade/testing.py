@@ -47,7 +47,7 @@ class ManualClock:
 
 
 class FaultyStore(Store):
-    """A store that passes every call to another one, delayed or failing as scripted.
+    """A store that passes every call to another one, failing as scripted.
 
     It belongs to one process: a copy in a worker has no script.
 
@@ -62,7 +62,7 @@ class FaultyStore(Store):
         """Calls by method, with the failed ones."""
         self.num_faults: Counter[str] = Counter()
         """Faults by method."""
-        self._scripts: list[tuple[str, range, Exception | None, float]] = []
+        self._scripts: list[tuple[str, range, Exception]] = []
 
     def __reduce__(self) -> tuple[type[FaultyStore], tuple[Store]]:
         return type(self), (self.inner,)
@@ -70,12 +70,7 @@ class FaultyStore(Store):
     def fail_from(self, method: str, call: int, error: Exception, *, num_calls: int = 2**31) -> FaultyStore:
         """Makes ``num_calls`` calls of a method (``*``: of all) raise the error, from this call on, counted from 0
         by method."""
-        self._scripts.append((method, range(call, call + num_calls), error, 0.0))
-        return self
-
-    def delay_from(self, method: str, call: int, seconds: float, *, num_calls: int = 2**31) -> FaultyStore:
-        """Makes calls take longer; arguments as in `fail_from`."""
-        self._scripts.append((method, range(call, call + num_calls), None, seconds))
+        self._scripts.append((method, range(call, call + num_calls), error))
         return self
 
     def heal(self) -> None:
@@ -85,12 +80,10 @@ class FaultyStore(Store):
     def _call(self, method: str, action: Callable[[], T]) -> T:
         call = self.num_calls[method]
         self.num_calls[method] += 1
-        for scripted, calls, error, seconds in self._scripts:
+        for scripted, calls, error in self._scripts:
             if scripted in (method, "*") and call in calls:
                 self.num_faults[method] += 1
-                time.sleep(seconds)
-                if error is not None:
-                    raise error
+                raise error
         return action()
 
     @override

@@ -84,11 +84,9 @@ class CoordinatedRead:
             return leader.epoch > epoch or (leader.epoch == epoch and leader.num_fetched >= needed)
         group = self._registry.record.group
         members = [record for record in view.others(self._registry.owner).values() if record.group == group]
-        return all(self._lag(record, epoch, position, num_total) <= self._window for record in members)
-
-    def _lag(self, record: JobRecord, epoch: int, position: int, num_total: int) -> int:
-        """Returns how many samples a follower is behind; an epoch in between counts as long as this one."""
-        return (epoch - record.epoch) * num_total + position - record.num_fetched
+        # An epoch in between counts as long as this one.
+        behind = ((epoch - each.epoch) * num_total + position - each.num_fetched for each in members)
+        return all(num_samples <= self._window for num_samples in behind)
 
 
 def _packed(order_K: Order, weight_N: Floats | None) -> bytes:

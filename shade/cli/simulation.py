@@ -99,7 +99,11 @@ def what_if(directory: Path, trace: Trace, add_cache: int | None, add_workers: i
 
     run = load_run(directory)
     measured, capacity = measure(run)
-    yield f"Measured: {_cell(measured.num_samples, measured.origin_reads, measured.seconds)}"
+    samples, reads, seconds = measured.num_samples, measured.origin_reads, measured.seconds
+    yield (
+        f"Measured: {samples:,.0f} samples an epoch in {seconds:,.2f} s, {samples / seconds:,.0f}/s; "
+        f"{reads:,.0f} origin reads"
+    )
     steady, skip = prolong(trace, run.plan)
     policy = policy_of(run.plan)
     now = workers_of(run.plan)
@@ -141,10 +145,6 @@ def _cases(
     cases += [(f"{add_workers} more workers", capacity, hands)] if add_workers else []
     cases += [("both", more, hands)] if grown and add_workers else []
     return cases
-
-
-def _cell(samples: float, reads: float, seconds: float) -> str:
-    return f"{samples:,.0f} samples an epoch in {seconds:,.2f} s, {samples / seconds:,.0f}/s; {reads:,.0f} origin reads"
 
 
 def format_table(curves: MissRatioCurves, *, markdown: bool = True) -> str:

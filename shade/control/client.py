@@ -106,7 +106,7 @@ class TelemetryClient:
         if not batch:
             return True
         try:
-            self._post(b"".join(map(message.line, batch)))
+            _request(self._host, self._port, "POST", "/reports", self._headers, b"".join(map(message.line, batch)))
         except (OSError, http.client.HTTPException) as error:
             with self._lock:
                 room = QUEUE_LENGTH - len(self._queue)
@@ -124,9 +124,6 @@ class TelemetryClient:
             logger.info("telemetry is sent again after %d dropped reports", self.num_dropped)
         self.num_sent += len(batch)
         return True
-
-    def _post(self, body: bytes) -> None:
-        _request(self._host, self._port, "POST", "/reports", self._headers, body)
 
 
 def fetch_state(url: str, *, token: str | None = None) -> dict[str, Any]:

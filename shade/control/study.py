@@ -437,7 +437,8 @@ class CommandObjective:
         if code is None:
             raise EvaluationError(f"it took more than {self._timeout_seconds:g} s{_last_words(log)}")
         if code != 0:
-            raise EvaluationError(f"{_ending(code)}{_last_words(log)}")
+            ending = f"exit code {code}" if code > 0 else f"killed by signal {-code}"
+            raise EvaluationError(f"{ending}{_last_words(log)}")
         found = None
         for line in _printed(log):
             number = self._number(line)
@@ -487,7 +488,3 @@ def _last_words(log: Path) -> str:
     for line in _printed(log):
         last = line or last
     return f"; its last line: {last[:_SHOWN]}" if last else "; it printed nothing"
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"killed by signal {-code}"

@@ -14,7 +14,6 @@ import ast
 import io
 import json
 import re
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -51,7 +50,8 @@ def write_example(name: str, folder: Path) -> list[Path]:
     if name not in known:
         raise ConfigError.of(f"an example among {', '.join(known)}", name, "see shade example for what each shows")
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    helpers = _imported(text, {path.stem for path in EXAMPLES.glob("*.py")})
+    among = {path.stem for path in EXAMPLES.glob("*.py")}
+    helpers = (each for each in re.findall(r"^import (\w+)", text, re.MULTILINE) if each in among)
     paths = [folder / f"{each}.py" for each in (name, *helpers)]
     there = [str(path) for path in paths if path.exists()]
     if there:
@@ -59,10 +59,6 @@ def write_example(name: str, folder: Path) -> list[Path]:
     for path in paths:
         path.write_bytes((EXAMPLES / path.name).read_bytes())
     return paths
-
-
-def _imported(text: str, among: set[str]) -> Iterator[str]:
-    return (name for name in re.findall(r"^import (\w+)", text, re.MULTILINE) if name in among)
 
 
 def prepare_digits(folder: Path, flip_fraction: float = 0.0, seed: int = 0) -> str:

@@ -220,7 +220,8 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Store
             raise ConfigError.of("--sampling pads with -rep", typed["sampling"], "leave one of the two out")
         chosen["sampling"] = "pads"
     if chosen.get("disk"):
-        chosen["disk"] = _disk_url(chosen["disk"], directory)
+        text = chosen["disk"]
+        chosen["disk"] = str(disk_url(text if "://" in text else str(directory / Path(text).expanduser())))
     stores = StoreURLs(_cache_url(typed, chosen), _unmasked(chosen["checkpoint"]) if chosen.get("checkpoint") else None)
     chosen["cache"] = "none" if stores.cache == "none" else str(StoreURL.parse(stores.cache))
     if stores.checkpoint is not None:
@@ -296,10 +297,6 @@ def _cache_url(typed: dict[str, Any], chosen: dict[str, Any]) -> str:
         cure = "pass --cache redis+cluster://host:port or --cache none"
         raise ConfigError.of("a cache that all machines reach", "local:// on each", cure)
     return _unmasked(chosen.get("cache", "local://"))
-
-
-def _disk_url(text: str, directory: Path) -> str:
-    return str(disk_url(text if "://" in text else str(directory / Path(text).expanduser())))
 
 
 def _unmasked(url: str) -> str:

@@ -91,7 +91,7 @@ class Workspace:
         """
         if self.has_results:
             return
-        if self._link.is_symlink() and self._points_to_us():
+        if self._link.is_symlink() and os.readlink(self._link) == str(self.train_log):
             self._link.unlink()
             if self._linked_before is not None:
                 self._link.symlink_to(self._linked_before)
@@ -115,9 +115,6 @@ class Workspace:
                 self._link.unlink()
             if not self._link.exists():
                 self._link.symlink_to(self.train_log)
-
-    def _points_to_us(self) -> bool:
-        return os.readlink(self._link) == str(self.train_log)
 
     def _account_for_lost(self) -> None:
         logged = {"hits": 0, "misses": 0}

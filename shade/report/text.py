@@ -231,7 +231,8 @@ def results(run: Run) -> Iterator[Result]:
     if whole.samples_per_second is not None:
         yield Result("samples/s", f"{whole.samples_per_second:,.0f}", "all ranks")
     if whole.hit_ratio is not None:
-        yield Result("hit ratio", percent(whole.hit_ratio), f"{whole.counts['hits']:,} of {_uses(whole):,} samples")
+        hits, misses = whole.counts["hits"], whole.counts["misses"]
+        yield Result("hit ratio", percent(whole.hit_ratio), f"{hits:,} of {hits + misses:,} samples")
     reads = reads_per_n(run, whole)
     if reads is not None:
         yield Result("origin reads/N", f"{reads:.3f}", "plain loading: 1.000")
@@ -245,10 +246,6 @@ def results(run: Run) -> Iterator[Result]:
         yield Result("snapshots", f"{saves:,.0f}", f"training waited {waited:.2f} s")
     if whole.gradient_bytes:
         yield Result("gradients sent", human_bytes(whole.gradient_bytes), "all ranks")
-
-
-def _uses(e: EpochSummary) -> int:
-    return e.counts["hits"] + e.counts["misses"]
 
 
 def plain_rows(run: Run) -> list[tuple[str, str, str, str]]:

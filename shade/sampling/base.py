@@ -197,10 +197,6 @@ LARGE = 1 << 24
 """A set of more samples is drawn by `shade.sampling.large`, whose order for a seed is another one."""
 
 
-LARGE_ORDER = "buckets"
-"""The name of that order in a saved run. A run without it was drawn by a version that had no other order."""
-
-
 MAX_PROBES: Final = 200
 """Bracketed Newton: 4 to 8 probes in practice; each halves the bracket at worst."""
 

@@ -230,14 +230,9 @@ def _keys(random: np.random.Generator) -> npt.NDArray[np.uint64]:
     return random.integers(0, 2**64, size=2, dtype=np.uint64)
 
 
-def _shift(num: int) -> np.uint64:
-    """Returns how far a random number is shifted to give a bucket; there are two buckets at least."""
-    return np.uint64(64 - max(1, (num // BUCKET).bit_length()))
-
-
 def _buckets(num: int, key: np.uint64) -> tuple[np.uint64, Starts]:
     """Returns how random numbers are shifted, and where each bucket begins."""
-    shift = _shift(num)
+    shift = np.uint64(64 - max(1, (num // BUCKET).bit_length()))  # two buckets at least
     start_M = np.zeros((1 << (64 - int(shift))) + 1, dtype=np.int64)
     _bucket_starts(num, key, shift, start_M)
     return shift, start_M

@@ -475,13 +475,9 @@ def _save_torch(state: Any, path: Path) -> None:
         torch.save(plain(state), file)
 
 
-def _load_torch(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
 FORMS: Final[Mapping[str, ExportFormat]] = {
     "safetensors": ExportFormat(save_safetensors, load_safetensors),
-    "torch": ExportFormat(_save_torch, _load_torch),
+    "torch": ExportFormat(_save_torch, lambda path: torch.load(path, map_location="cpu", weights_only=True)),
     "dcp": ExportFormat(lambda state, path: save_dcp(state, plain(state), path), load_dcp),
 }
 """Formats by name."""

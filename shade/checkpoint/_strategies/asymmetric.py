@@ -93,7 +93,12 @@ class Asymmetric(Pooled):
 
     def _shares(self, windows: Sequence[float]) -> list[float]:
         """Returns each window's share of the state, in any unit: its seconds, without the tail."""
-        return _without_tail(windows)
+        left = (1 - _TAIL_FRACTION) * sum(windows)
+        usable = []
+        for each in windows:
+            usable.append(min(each, left))
+            left -= usable[-1]
+        return usable
 
     def _at_mark(self, number: int) -> None:
         """Releases the partition of the window that begins."""
@@ -140,13 +145,3 @@ class Asymmetric(Pooled):
     def _may_copy(self) -> bool:
         """Whether enough bytes are released for a share, or no more releases will come."""
         return self._all or self._released - self._taken >= _LEAST_BYTES or self._released == self._ends[-1]
-
-
-def _without_tail(seconds: Sequence[float]) -> list[float]:
-    """Returns the windows' usable seconds, without the tail of the pass."""
-    left = (1 - _TAIL_FRACTION) * sum(seconds)
-    usable = []
-    for each in seconds:
-        usable.append(min(each, left))
-        left -= usable[-1]
-    return usable

@@ -43,7 +43,8 @@ class RemoteImageFolder:
     ) -> None:
         self.root, self.transform, self.target_transform = url.rstrip("/"), transform, target_transform
         self.origin = UrlOrigin(options)
-        images = [each for each in list_files(self.root, self.origin.options) if _is_image(each.url)]
+        files = list_files(self.root, self.origin.options)
+        images = [each for each in files if each.url.lower().endswith(IMG_EXTENSIONS)]
         placed = sorted(((_class_of(self.root, each.url), each) for each in images), key=_order)
         if not placed:
             raise DataError.of("images in class folders", url, f"files end in {', '.join(IMG_EXTENSIONS)}")
@@ -77,10 +78,6 @@ def _order(placed: tuple[str, Entry]) -> tuple[str, str, str]:
     name, entry = placed
     folder, _, file = entry.url.rpartition("/")
     return name, folder, file
-
-
-def _is_image(url: str) -> bool:
-    return url.lower().endswith(IMG_EXTENSIONS)
 
 
 def _class_of(root: str, url: str) -> str:

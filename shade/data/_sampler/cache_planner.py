@@ -89,7 +89,7 @@ class CachePlanner:
         self._plans_exactly = policy_class.needs_next_order
         self._group = group
         self._check_same_data()
-        self._is_one_store = cache.store.medium != "disk" or self._all_equal(cache.store.identity())
+        self._is_one_store = cache.store.medium != "disk" or len(set(self._digests(cache.store.identity()))) == 1
         if cache.disk is not None:
             self._disk = CachePlanner(cache.disk, "plan", True, rank, num_replicas, group, global_batch=global_batch)
         self._coordinated: CoordinatedRead | None = None
@@ -140,10 +140,6 @@ class CachePlanner:
     def _digests(self, text: str) -> list[str]:
         """Returns a digest of every rank's text. Collective."""
         return list(map(str, self._group.gather(xxhash.xxh32_hexdigest(text.encode()))))
-
-    def _all_equal(self, text: str) -> bool:
-        """Returns whether all ranks have the same text; True for ranks that cannot ask. Collective."""
-        return len(set(self._digests(text))) == 1
 
     @property
     def resident_N(self) -> Bools | None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 
 from shade.errors import ConfigError
-from shade.sampling.base import LARGE, LARGE_ORDER, is_large
 
 
 def settings_of(options: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -21,8 +20,7 @@ def settings_of(options: dict[str, Any], **settings: Any) -> dict[str, Any]:
         Plain values by name.
     """
     kept = {name: value for name, value in settings.items() if value is not None}
-    kept |= {name: value for name, value in options.items() if name != "targets_N"}
-    return kept | ({"order": LARGE_ORDER} if is_large(settings["num_samples"]) else {})
+    return kept | {name: value for name, value in options.items() if name != "targets_N"}
 
 
 def check_ranks(num_samples: int, batch_size: int, num_replicas: int, *, distributed: bool, uses_scores: bool) -> None:
@@ -49,12 +47,6 @@ def check_settings(saved: dict[str, Any], settings: dict[str, Any]) -> None:
     """Raises ConfigError if a state was saved with other settings; only ``epochs`` may differ."""
     for name, mine in ({"shuffle_window": None} | settings).items():
         theirs = saved.get(name)
-        if theirs != mine and name == "order":
-            raise ConfigError.of(
-                f"a run that draws more than {LARGE} samples as this version does, order={mine!r}",
-                f"order={theirs!r}",
-                "resume with the version of shade that saved it, or begin a new run",
-            )
         # A run may be continued for more epochs: what was drawn stays, and only later draws ask for the length.
         if theirs != mine and name != "epochs":
             raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, "resume with the saved settings")

@@ -57,10 +57,6 @@ class ArchivedFile(NamedTuple):
     """Where its content lies."""
 
 
-def _integer(data: bytes) -> int:
-    return int(data)
-
-
 def decoded_text(data: bytes) -> str:
     """Returns a text in UTF-8; raises UnicodeDecodeError for what is none."""
     return data.decode("utf-8")
@@ -71,7 +67,7 @@ def _array(data: bytes) -> Any:
 
 
 DECODERS: Final[Mapping[str, Callable[[bytes], Any]]] = (
-    dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), _integer)
+    dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), int)
     | dict.fromkeys(("txt", "text", "transcript"), decoded_text)
     | dict.fromkeys(("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm"), decode_rgb)
     | {"json": json.loads, "npy": _array}

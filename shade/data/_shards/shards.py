@@ -234,13 +234,10 @@ class Shards(Dataset[Any]):
         if self._ahead is not None:
             self._ahead.reach(handed_out, used)
 
-    def _tier_of(self, block: Block) -> BlockTier | None:
-        return self._blocks if self._blocks is not None and self._blocks.keeps(block) else self._window
-
     def _bring_ahead(self, number: int) -> tuple[bool, bool]:
         """Reads a block, unless it is here; returns whether it had to, and whether the disk has it now."""
         block = self._block_list[number]
-        tier = self._tier_of(block)
+        tier = self._blocks if self._blocks is not None and self._blocks.keeps(block) else self._window
         if tier is None:
             raise LookupError("the disk does not take it")
         first, last = self._samples_of(number)

@@ -113,7 +113,7 @@ class Transport:
         if self.world_size == 1:
             return fields_N[None].copy()
         all_WN = np.empty((self.world_size, len(fields_N)), dtype=np.int64)
-        self._gather(torch.from_numpy(all_WN.reshape(-1)), torch.from_numpy(fields_N))
+        self._run(self._begin_gather(torch.from_numpy(all_WN.reshape(-1)), torch.from_numpy(fields_N)))
         return all_WN
 
     def gather_bytes(self, payload: Octets, lengths_W: Sequence[int]) -> list[Octets]:
@@ -187,9 +187,6 @@ class Transport:
         if group is not None:
             self._lost = self._lost or "the transport is closed"
             free_group(group)
-
-    def _gather(self, everything: Tensor, mine: Tensor) -> None:
-        self._run(self._begin_gather(everything, mine))
 
     def _begin_gather(self, everything: Tensor, mine: Tensor) -> Callable[[], object]:
         """Starts a gather and returns its end, which does not hold the group (see `_run`)."""

@@ -225,7 +225,8 @@ class Membership:
         if not store.check([written]):
             seated = _seated(store, number)
             old = [each for each in members_before if each in seated]
-            missing = [each for each in members_before if each not in seated and not self._is_dead(each)]
+            waited_for = [each for each in members_before if each not in seated]
+            missing = [each for each in waited_for if self._rendezvous.silence_seconds(each) <= self._dead_seconds]
             is_complete = not missing if old else not missing and len(seated) >= self._num_members
             if not is_complete and not (old and is_late):
                 return None
@@ -236,9 +237,6 @@ class Membership:
             store.compare_set(written, "", json.dumps(generation))
         found: dict[str, Any] = json.loads(store.get(written))
         return found
-
-    def _is_dead(self, other: str) -> bool:
-        return self._rendezvous.silence_seconds(other) > self._dead_seconds
 
 
 def _first_unwritten(store: Any, number: int) -> int:

@@ -278,16 +278,13 @@ def test_weights_survive_a_resume() -> None:
         assert len(sampler) == len(sampler.order_of(2))
 
 
-def test_a_large_run_of_a_version_with_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_run_resumes_and_has_another_order_than_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "LARGE", N - 1)
     with sampler_of() as saving:
         expected = steps(saving)
         state = saving.state_dict()
     with sampler_of() as same:
         same.load_state_dict(state)
-    del state["settings"]["order"]
-    with sampler_of() as other, pytest.raises(ConfigError, match="resume with the version of shade that saved it"):
-        other.load_state_dict(state)
     monkeypatch.setattr(base, "LARGE", N)
     with sampler_of() as small:
         assert steps(small) != expected

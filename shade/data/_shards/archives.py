@@ -122,7 +122,7 @@ def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator
         kind = header[156:157]
         try:
             length = _number(header[124:136])
-            # A header's checksum is that of the header with spaces in place of the checksum.
+            # The checksum is computed as if its own field held spaces.
             is_header = _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * ord(" ")
         except ValueError:
             is_header = False

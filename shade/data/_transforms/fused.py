@@ -235,7 +235,7 @@ class FusedBatch:
         """Decodes and renders what `fill` could not decode, after the last `fill`. Raises BadSampleError."""
         if self._failed:
             failed, self._failed = self._failed, []
-            # Another sample of another size may take the place of a bad one, which changes all draws after it.
+            # A sample of another size may come instead of a bad one, which changes all draws after it.
             self._generator.set_state(self._before)
             self._draw(failed)
             self.fill(0, len(self), out_BCHW)

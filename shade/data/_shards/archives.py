@@ -378,7 +378,7 @@ class LMDBFormat(ArchiveFormat):
     @override
     def scan(self, file: ShardFile) -> ShardScan:
         path = file.entry.url
-        # LMDB does not say where a value lies, so that ranges could be read; it maps its file into memory.
+        # LMDB does not say where a value lies, so no range can be read; it maps its file into memory.
         if is_url(path):
             cure = "copy it to a local disk; LMDB is read through the machine's memory"
             raise ConfigError.of("an LMDB file on this machine", shown_place(path), cure)

@@ -257,7 +257,7 @@ class ShardFormat(ABC):
 
     # Asked for each batch.
     def opened(self, path: str) -> Any:
-        """Returns what `payloads` takes in place of ranges, of a local shard that is mapped into memory, else None."""
+        """Returns what `payloads` takes instead of ranges, of a local shard that is mapped into memory, else None."""
         return None
 
     def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:

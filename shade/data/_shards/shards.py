@@ -2,7 +2,7 @@
 
 Nothing is converted, and every sample has an index. So the draw, importance, exact resume and dealing to any number of
 ranks are those of any other data set. Price: in a globally random order each sample of a batch costs a request.
-`shade.data._shards.blocks` pays that once, with room on a local disk.
+`shade.data._shards.blocks` pays that once, with room on a local disk (decision 0041).
 
 Invariant: a sample is what its format's own reader makes of it, or there is an error that names the shard.
 """

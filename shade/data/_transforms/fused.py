@@ -242,12 +242,12 @@ class FusedBatch:
 
 
 def _sizes_of(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:
-    """Returns (B, 2) height and width of plain JPEGs; zeros for what else there is."""
+    """Returns (B, 2) height and width of plain JPEGs; zeros for what else there is, and where files are large."""
     from shade.data._transforms.kernels import jpeg_sizes
 
     files = [b"" if isinstance(payload, Exception) else payload for payload in payloads]
     end_B = np.cumsum([len(content) for content in files])
-    # Joining large files costs more than reading their headers one by one.
+    # Large files are not joined: their headers are read as they are used.
     if not len(files) or end_B[-1] > _SMALL_FILE_BYTES * len(files):
         return np.zeros((len(files), 2), dtype=np.int64)
     size_B2: npt.NDArray[np.int64] = jpeg_sizes(np.frombuffer(b"".join(files), dtype=np.uint8), end_B)

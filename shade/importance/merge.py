@@ -1,15 +1,11 @@
 """Merges the ranks' reports, off the training thread: ``report`` only makes private copies of the two tensors.
 
-One daemon thread per rank takes the reports in order and exchanges each with the same-numbered report of the other
-ranks, over a gloo group of its own (so it never meets the trainer's collectives), then applies all of them to the table
-as one batch, in rank order. That is the batch a single rank would have reported, so the table is independent of the
-number of ranks, for every strategy.
-
-The price: one small all-gather a step. With one rank and CPU tensors there is no thread: reports wait until the table
-is read.
+One daemon thread per rank takes the reports in order, exchanges each with the same-numbered report of the other ranks,
+and applies all of them to the table as one batch, in rank order: the batch that a single rank would have reported. So
+the table is independent of the number of ranks, for every strategy. Price: one small all-gather a step. With one rank
+and CPU tensors there is no thread: reports wait until the table is read.
 
 Contract: all ranks report the same number of times (an empty report is a report) and flush before they read the table.
-A forked child has the object but not the thread; a pickled copy has neither thread nor group. Both refuse to report.
 
 Legend: N data set · B batch of this rank · C capacity · W world.
 """
@@ -117,6 +113,7 @@ class ScoreMerger:
         self._pid: int | None = os.getpid()
         if self.world_size > 1:
             ranks = None if group is None else dist.get_process_group_ranks(group)
+            # A group of its own never meets the trainer's collectives.
             self._worker = self._start(GlooGroup("the scores", ranks))
 
     def report(self, index_B: Tensor, loss_B: Tensor) -> None:
@@ -154,8 +151,8 @@ class ScoreMerger:
             self._worker.inbox.put(_device_copy(index_B, loss_B))
 
     def flush(self) -> None:
-        """Returns when everything reported so far, here and for the same steps elsewhere, is in the table. Raises
-        ShadeError if a report failed; the table holds what came before it."""
+        """Returns when all that was reported, here and for the same steps elsewhere, is in the table. Raises ShadeError
+        if a report failed; the table holds what came before it."""
         self._check_usable()
         if self._worker is not None:
             reached = threading.Event()
@@ -203,6 +200,7 @@ class ScoreMerger:
 
     def _check_usable(self) -> None:
         """Raises an earlier failure, if there was one."""
+        # A forked child has the object but not the thread; a pickled copy has neither thread nor group.
         if self._pid != os.getpid():
             raise ShadeError(
                 "expected the score merger of this process, got one that is closed or came from another process; "
@@ -214,9 +212,9 @@ class ScoreMerger:
             raise ShadeError(message) from error
 
 
+# It has no reference to the merger, so that one can be collected.
 class _Worker:
-    """The thread's side: everything but the copying. It has no reference to the merger, so that one can be
-    collected."""
+    """The thread's side: everything but the copying."""
 
     def __init__(self, table: ReportTable, capacity: int, group: RankGroup) -> None:
         self.inbox: queue.SimpleQueue[_Report | threading.Event | None] = queue.SimpleQueue()
@@ -232,16 +230,13 @@ class _Worker:
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> None:
-        """Ends the thread after what was queued, and its group with it.
-
-        The group must be gone before this returns, not when the garbage collector finds it: in a forked child that
-        would wait for gloo's threads, which a child does not have. A thread that does not end in time is stuck on a
-        rank that is gone, and keeps its group.
-        """
+        """Ends the thread after what was queued, and its group with it."""
         if self._process != os.getpid():
             return
         self.inbox.put(None)
         self._thread.join(timeout_seconds)
+        # The garbage collector would close the group too late: in a forked child that would wait for gloo's threads,
+        # which a child does not have. A thread that does not end is stuck on a rank that is gone, and keeps its group.
         if not self._thread.is_alive():
             self._group.close()
 
@@ -279,10 +274,8 @@ _started: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stops the threads of mergers that the script has not closed.
-
-    A thread that is inside a collective when the interpreter ends is unwound by force, which aborts the process.
-    """
+    """Stops the threads of mergers that the script has not closed."""
+    # A thread that is inside a collective when the interpreter ends is unwound by force, which aborts the process.
     for worker in list(_started):
         worker.stop(CLOSE_SECONDS)
 
@@ -304,7 +297,7 @@ def _check_shapes(index_shape: tuple[int, ...], loss_shape: tuple[int, ...], bat
 
 
 def _host_copy(index_B: Tensor, loss_B: Tensor, batch_size: int) -> _HostReport:
-    """Copies CPU tensors. It asks the arrays for their shapes, which takes a tenth of asking the tensors."""
+    # Arrays say their shapes in a tenth of the time that tensors take.
     index = index_B.numpy()
     if index.dtype is not _INT64:
         index = _require_integers(index_B).to(torch.int64).numpy()

@@ -5,9 +5,7 @@ epochs where losses cannot, which is the paper's reason; the price is that the s
 factor of 1.9 at B = 64, however far the losses are apart. B is the global batch, so the scores do not depend on the
 number of ranks.
 
-`LossScore`: one report an epoch is noisy (augmentation, dropout), so half of the score is the past. The
-half-life of one epoch cuts the noise's variance to a third and lags a falling loss by about one epoch, on all samples
-alike; only ratios matter.
+`LossScore`: a moving average, because one report an epoch is noisy (augmentation, dropout).
 
 `GradNormScore`: for cross-entropy the gradient with respect to the logits is ``softmax(logits) − onehot(target)``; its
 norm, times a factor that is about the same for all samples, bounds the norm of the whole gradient. That is closer to
@@ -63,6 +61,8 @@ class RankScore(ScoreStrategy):
         return new_B
 
 
+# The half-life of one epoch cuts the noise's variance to a third and lags a falling loss by about one epoch, on all
+# samples alike; only ratios matter.
 NEW_SHARE = np.float32(0.5)
 """Weight of the newest report."""
 

@@ -3,9 +3,8 @@
 SHADE's release keyed scores by position in a list that was shuffled and sorted in between, so losses landed on the
 wrong samples (rank correlation 0.00). Here a report carries its indices; there is no position to get wrong.
 
-A loss that is NaN or infinite is ignored and counted: it says that training diverged, not that the sample matters, and
-one infinity would own the whole sampling budget. Of several reports for one sample in one batch the last counts. Not
-locked: while a `ScoreMerger` runs, it is the only writer, and readers flush it first.
+Of several reports for one sample in one batch the last counts. Not locked: while a `ScoreMerger` runs, it is the only
+writer, and readers flush it first.
 
 Invariant: ``score_N`` is finite and ≥ 0; it depends only on the sequence of batches.
 
@@ -87,6 +86,8 @@ class ImportanceTable:
             wrong = int(index_B[(index_B < 0) | (index_B >= self.num_samples)][0])
             cure = "report the index the data set returned"
             raise ConfigError.of(f"sample indices in [0, {self.num_samples})", wrong, cure)
+        # A loss that is not finite says that training diverged, not that the sample matters; one infinity would own the
+        # whole sampling budget.
         finite_B = np.isfinite(loss_B)
         if not finite_B.all():
             index_B, loss_B = index_B[finite_B], loss_B[finite_B]
@@ -129,6 +130,7 @@ class ImportanceTable:
 
     def _are_distinct(self, index_B: Indices) -> bool:
         """Returns whether the indices are valid and distinct."""
+        # As in `update`: a negative index is huge.
         if not len(index_B) or index_B.view(np.uint64).max() >= self.num_samples:
             return False
         marked_N = np.zeros(self.num_samples, dtype=bool)
@@ -140,11 +142,9 @@ class ImportanceTable:
         return ScoreSnapshot(self.score_N.copy(), self.seen_N.copy())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the table: 4 bytes and a bit per sample.
-
-        float32 and not float16, because a resumed average must continue from the very number at which it stopped; it
-        costs 2.6 MB more for ImageNet.
-        """
+        """Returns the table: 4 bytes and a bit per sample."""
+        # float32 and not float16, because a resumed average must continue from the very number at which it stopped; it
+        # costs 2.6 MB more for ImageNet.
         return {
             "score": self.score,
             "num_samples": self.num_samples,

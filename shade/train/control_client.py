@@ -1,8 +1,4 @@
-"""Reports one rank's steps to rank 0, whose controller decides how much is sent.
-
-Rank 0 sends its address to the other ranks; beyond this machine it requires a token, from the environment or made up
-for the run. To watch such a run with `shade top`, set one.
-"""
+"""Reports one rank's steps to rank 0, whose controller decides how much is sent."""
 
 from __future__ import annotations
 
@@ -38,6 +34,7 @@ class ControlClient:
         with closing(current_group("the address of rank 0's telemetry")) as group:
             shared: Any = None
             if group.rank == 0:
+                # Beyond this machine a token is required. To watch such a run with `shade top`, a user sets one.
                 given = token_given(None)
                 token = given or (None if is_loopback(host) else secrets.token_hex(16))
                 self._server, self._controller = TelemetryServer(host, token=token), make(group.world_size)

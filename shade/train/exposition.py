@@ -1,15 +1,9 @@
 """The Prometheus page of each rank, and of its machine.
 
-Every rank rewrites ``rank<r>.prom`` in the run directory, for a node exporter's textfile collector. With
-``--metrics-port`` the first rank of each machine also serves the pages of all ranks of the machine as one page, at
-``http://127.0.0.1:PORT/metrics``. It reads their files: no port a rank, no connection between ranks.
-
-A rank writes its page every two seconds between two steps, about 1 ms of the training thread; a served page is at most
-that old. The server is that of the gradient telemetry (`shade.control.server`): its memory is bounded, and it does not
-listen to other machines. They ask through the machine's own Prometheus, or a tunnel.
-
-`prometheus_client` renders the pages (`shade.telemetry.prometheus_text`), without its multiprocess mode: that adds up
-the counters of all processes, and these pages show each rank (decision 0035).
+Every rank rewrites ``rank<r>.prom`` in the run directory every two seconds between two steps (about 1 ms of the
+training thread), for a node exporter's textfile collector. With ``--metrics-port`` the first rank of each machine also
+serves the pages of all ranks of the machine as one page, at ``http://127.0.0.1:PORT/metrics``. It reads their files: no
+port a rank, no connection between ranks.
 """
 
 from __future__ import annotations
@@ -94,6 +88,7 @@ class Exposition:
         self._last: dict[str, float] = {}
         self._server: TelemetryServer | None = None
         if config.metrics_port is not None and local_rank == 0:
+            # It does not listen to other machines: they ask through the machine's own Prometheus, or a tunnel.
             self._server = TelemetryServer(port=config.metrics_port, page=self.joined)
             logger.info("Prometheus may scrape %s/metrics", self._server.url)
 
@@ -129,6 +124,8 @@ class Exposition:
         self._written_at = time.monotonic()
         counts = {name: value for name, value in {**totals, **self._totals}.items() if name in MEANING}
         gauges = {**now, **self._last}
+        # Not prometheus_client's multiprocess mode: that adds up the counters of all processes, and these pages show
+        # each rank (decision 0035).
         page = prometheus_text(counts, MEANING, {"wait_seconds": waits}, {"rank": self._rank}, gauges)
         with replacing(self._out / page_name(self._rank)) as beside:
             beside.write_text(page, encoding="utf-8")

@@ -1,19 +1,13 @@
 """Divides the servers' memory between samples and snapshots: samples yield to snapshots, never the reverse.
 
 A run resumes from a snapshot; a sample in the cache saves one read. So before a save all ranks together, after the same
-step, reduce the cache's capacity by the missing bytes. The policy names the entries of least use; they are gone before
-the first byte of the snapshot is sent, and nothing takes their place. Only rank 0 looks at the servers and shares what
-it found, so the ranks' plans stay equal.
+step, reduce the cache's capacity by the missing bytes (docs/decisions/0014-one-memory.md). The capacity is set again
+when an epoch begins, because a plan is made then anyway:
 
-The capacity is set again when an epoch begins, because a plan is made then anyway:
-
-* A save falls due in the epoch: samples get the memory that is left when that save is in memory, so that the plan of
-  the epoch fits from the start. Slots keep their bytes from save to save: a run that saves often reaches a balance
-  after its first saves, and then deletes nothing.
+* A save falls due in the epoch: samples get the memory that is left when that save is in memory.
 * None does: slots whose snapshots are in storage, and are not the newest, are emptied, and samples get everything.
 
-(docs/decisions/0014-one-memory.md.) If a cluster is full of other data, a save goes to storage; the async writer logs
-it. Price: at a save one exchange between the ranks and a few requests by rank 0; nothing where the servers are not the
+Price: at a save one exchange between the ranks and a few requests by rank 0; nothing where the servers are not the
 same, or have no limit. Invariant: samples and the snapshot to come fit together when its first byte is sent, or there
 are no samples left.
 """
@@ -84,13 +78,16 @@ class OneMemory:
             wait([latest.committed], LANDING_SECONDS)
             if latest.committed.done():
                 self._empty_slots()
+        # With the room of a save that is due the epoch's plan fits from the start. Slots keep their bytes from save to
+        # save: a run that saves often deletes nothing after its first saves.
         self._divide(self._shard_bytes if due else [], at_most=self._cache.capacity_bytes)
 
     def _empty_slots(self) -> None:
         """Empties slots whose snapshot is in storage, but for the newest and bases of others. No save is in flight."""
         with contextlib.suppress(StoreError):
             held = self._tier.held()
-            if self._tier.damaged:  # what cannot be read may be the newest, or build on another
+            # What cannot be read may be the newest, or build on another.
+            if self._tier.damaged:
                 return
             newest = max((record.sequence for record in held.values()), default=0)
             needed = {record.base for record in held.values()}
@@ -100,12 +97,12 @@ class OneMemory:
                     self._tier.discard(place)
 
     def _divide(self, shard_bytes: list[int], at_most: int) -> None:
-        """Sets the cache's capacity, on all ranks alike.
-
-        The size of an entry is known to some per cent only, so the servers are asked again after entries were removed.
-        """
+        """Sets the cache's capacity, on all ranks alike."""
         before, num_left = self._cache.allowed_bytes, 0
+        # The size of an entry is known to some per cent only, so the servers are asked again after entries were
+        # removed.
         for _ in range(_ROUNDS):
+            # Only rank 0 looks at the servers, so that the ranks' plans stay equal.
             allowed = self._group.share(self._allowed(shard_bytes, at_most) if self._group.rank == 0 else None)
             # Only `allowed_bytes` decides, because `resize` alone changes it, on all ranks alike. The capacity follows
             # the share among other jobs too, which a thread of each rank learns at its own time: two ranks that decided
@@ -113,7 +110,8 @@ class OneMemory:
             if allowed == self._cache.allowed_bytes:
                 break
             num_left += self._cache.resize(allowed, self._group.rank, self._group.world_size)
-            self._group.gather(None)  # every rank has removed its part
+            # Now every rank has removed its part.
+            self._group.gather(None)
             at_most = min(at_most, allowed)
         after = self._cache.allowed_bytes
         if after != before and self._group.rank == 0:
@@ -122,10 +120,7 @@ class OneMemory:
             )
 
     def _allowed(self, shard_bytes: list[int], at_most: int) -> int:
-        """Returns the bytes that samples may occupy while a snapshot comes in; unchanged if the servers do not say.
-
-        Entries that the plan has dropped and workers have not removed yet still take room, so they count twice.
-        """
+        """Returns the bytes that samples may occupy while a snapshot comes in; unchanged if the servers do not say."""
         try:
             spare = self._tier.spare_bytes(shard_bytes)
             counted = self._cache.admission.counted_bytes()
@@ -135,6 +130,7 @@ class OneMemory:
         if spare is None or counted + spare >= at_most:
             return at_most
         policy = self._cache.policy
+        # Entries that the plan has dropped and workers have not removed yet still take room, so they count twice.
         leaving = max(0, counted - policy.used_bytes) if policy is not None else 0
         return max(0, counted + spare - leaving)
 

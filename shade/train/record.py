@@ -2,11 +2,9 @@
 
 ``metrics.jsonl`` and TensorBoard get a row per epoch and rank, ``train.log`` a line, ``progress.json`` the present
 moment for the launcher's bar and `shade top`, ``trace.npz`` the order of every epoch for `shade simulate`, ``losses``
-the loss of each sample for `shade quality`, ``trail.jsonl`` the loss of every step for `scripts/certify`. The
-totals go to a Prometheus page (`shade.train.exposition`).
+the loss of each sample for `shade quality`, ``trail.jsonl`` the loss of every step for `scripts/certify`.
 
-Rank 0 writes the rows of all ranks: the machines need no file system in common. The trace costs eight bytes a sample an
-epoch on its disk (1 GB for 90 epochs of ImageNet). Invariant: every access is counted in exactly one row.
+Invariant: every access is counted in exactly one row.
 """
 
 from __future__ import annotations
@@ -40,7 +38,8 @@ logger = logging.getLogger("shade.train")
 
 def show_note(out: Path, note: str) -> None:
     """Writes what this machine's first rank does before its first step, for the launcher's bar and `shade top`."""
-    with contextlib.suppress(OSError), replacing(out / "progress.json") as beside:  # no line of progress is worth a run
+    # No line of progress is worth a run.
+    with contextlib.suppress(OSError), replacing(out / "progress.json") as beside:
         beside.write_text(json.dumps({"note": note}), encoding="utf-8")
 
 
@@ -79,8 +78,10 @@ class RunRecord:
         self._rank, self._local_rank, self._host_group = rank, local_rank, host_group
         self._snapshots, self._gradient = snapshots, gradient
         self._world_size = host_group.world_size
+        # Rank 0 writes the rows of all ranks, so that machines need no file system in common.
         self._metrics = JsonlSink(self._out / "metrics.jsonl") if rank == 0 else None
         self._boards = _tensorboard(self._out / "tensorboard") if rank == 0 else None
+        # Eight bytes a sample an epoch on the disk: 1 GB for 90 epochs of ImageNet.
         self._recorder = self._open_trace(config.resume) if rank == 0 else None
         self._trail = Trail(self._out / TRAIL_FILE) if rank == 0 else None
         self._losses = LossRecorder(self._out / LOSSES, self._samples) if rank == 0 else None
@@ -190,10 +191,10 @@ class RunRecord:
         self._expose()
 
     def end_run(self) -> None:
-        """Writes rows for reads that no step used (the prefetch of a run that ``--steps`` ended), and for the snapshots
-        since the last epoch's row. Collective."""
+        """Writes rows for what came after the last epoch's row: reads, and snapshots. Collective."""
         self._flush_trail()
         row = self._row(self._sampler.epoch, self._ledger_since())
+        # Reads that no step used: the prefetch of a run that --steps ended.
         if any(each["hits"] or each["misses"] for each in self._gather(row)):
             self._write(row)
         score_N = None if self._recorder is None else self._sampler.scores()
@@ -270,14 +271,15 @@ class RunRecord:
         """Writes the epoch's loss of every sample, as all ranks reported it."""
         loss_N = None if self._losses is None else self._sampler.take_losses()
         if self._losses is not None and loss_N is not None:
-            with contextlib.suppress(OSError):  # no report is worth a training
+            # No report is worth a training.
+            with contextlib.suppress(OSError):
                 self._losses.end_epoch(epoch, loss_N)
 
     def _samples(self) -> Samples:
-        """Returns names and targets of the samples."""
         source = self._dataset.source
         first = source.name_of(0)
-        is_named = os.path.isabs(first) or "://" in first  # a path or a URL, and not a number for want of one
+        # A path or a URL, and not a number for want of one.
+        is_named = os.path.isabs(first) or "://" in first
         names = map(source.name_of, range(len(self._dataset))) if is_named else ()
         targets = () if source.target_N is None else source.target_N.tolist()
         return Samples(tuple(names), tuple(targets))
@@ -308,7 +310,7 @@ class RunRecord:
 
 
 def _derived(row: dict[str, Any]) -> dict[str, float]:
-    """Returns the quotients that people look for first in a row; TensorBoard cannot divide."""
+    # TensorBoard cannot divide, and people look for these first.
     seconds, uses = row.get("epoch_seconds"), row["hits"] + row["misses"]
     known = {"hit_ratio": row["hits"] / uses} if uses else {}
     known["origin_reads_per_sample"] = row["origin_reads"] / max(1, row["num_samples"])

@@ -2,10 +2,7 @@
 
 A script calls the replica as it would call the model, then ``backward()``, then `Replica.step` instead of
 ``optimizer.step()``. The launcher's flags choose the exchange: without ``--gradient`` DDP averages whole gradients;
-with it, the gradient engine exchanges the largest elements. With ``--controller`` every rank reports its steps to rank
-0, which decides how much is sent (`shade.train.control_client`).
-
-`sparse_optimizer` is a function of its own, because a scheduler needs the optimizer before there is a replica.
+with it, the gradient engine exchanges the largest elements, with ``--controller`` as many as rank 0 decides.
 """
 
 from __future__ import annotations
@@ -39,6 +36,7 @@ _SPARSE: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
 }
 
 
+# A function of its own, because a scheduler needs the optimizer before there is a replica.
 def sparse_optimizer(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Returns the sparse counterpart of a PyTorch optimizer, with the same settings; raises `ConfigError` without
     one."""

@@ -5,10 +5,8 @@ the record (`shade.train.record`), and turns a deliberate error into the one lin
 should see and copy (data set, sampler, loss, backward, report) stays in the script.
 
 A snapshot is taken between two steps, when ``--checkpoint-every`` says so, and at every epoch's end; it travels while
-the training continues. `ShadeSampler.report` counts the steps, once a step. Before each step the random generators are
-set from (seed, step, rank), before each batch's transforms from (seed, epoch, batch), whatever a snapshot says of them:
-so a run may resume with other ranks. Invariant: a run that is killed at any moment and resumed takes the steps that it
-would have taken, from its last snapshot on, and on the same number of CPU ranks with the same parameters, bit for bit.
+the training continues. Invariant: a run that is killed at any moment and resumed takes the steps that it would have
+taken, from its last snapshot on, and on the same number of CPU ranks with the same parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -236,11 +234,9 @@ class TrainSession:
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def epochs(self) -> Iterator[int]:
-        """Yields the epochs still to run; after a resume, first the interrupted one.
-
-        An epoch that was interrupted between its last step and `end_epoch` has no batches left, and is ended again.
-        """
+        """Yields the epochs still to run; after a resume, first the interrupted one."""
         assert self._sampler is not None, "attach() comes first"
+        # An epoch that was interrupted between its last step and `end_epoch` has no batches left, and is ended again.
         first = self._sampler.epoch + self._epoch_state.epoch_ended
         for epoch in range(first, self.config.epochs):
             if self._out_of_steps():
@@ -256,11 +252,8 @@ class TrainSession:
         return self._steps_before + self._epoch_steps
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the loader's batches, and measures how long each was waited for.
-
-        Ends early when ``--steps`` are used up. A snapshot falls due between two batches: the step before is over, the
-        next one has not begun.
-        """
+        """Yields the loader's batches, and measures how long each was waited for; ends early when ``--steps`` are used
+        up."""
         sampler, dataset, record, snapshots = self._attached()
         if sampler.place.steps_reported == 0:
             self._steps_before, self._epoch_steps = self.total_steps, 0
@@ -277,12 +270,15 @@ class TrainSession:
                 break
             came = time.monotonic()
             record.batch_came(came - begun)
+            # Whatever a snapshot says of the generators, so that a run may resume with other ranks.
             set_generators(self.config.seed, self.total_steps, self.rank)
             yield batch
             record.batch_done(time.monotonic() - came)
             taken += 1
-            self._epoch_steps = max(self._epoch_steps, taken)  # a script may have nothing to report
+            # A script may have nothing to report.
+            self._epoch_steps = max(self._epoch_steps, taken)
             record.show_progress(snapshots.gauge)
+            # The step before is over, the next one has not begun.
             snapshots.step(self.total_steps)
         if self._out_of_steps():
             self._begin_save()

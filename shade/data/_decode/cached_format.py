@@ -1,17 +1,12 @@
 """The cached format: samples are in the cache as the origin's files, decoded, or after some steps of the transforms.
 
-Predicts which is fastest.
+With decoded pictures a hit costs no decoding, but takes about five times the space, so there are fewer hits; the same
+holds for the result of any step that is not random. `forecast` predicts which is fastest, from costs that are measured
+on a few files when the data set is made: Seneca's model of a loader (Kim et al., "Seneca", FAST 2026), for one cache
+and several formats.
 
-With decoded pictures a hit costs no decoding, but takes about five times the space, so there are fewer hits. Which is
-better depends on the costs of reading the origin and of decoding, and on the space; all are measured on a few files
-when the data set is made. The same holds for the result of any step that is not random: it saves the steps before it,
-and has a size of its own. Two things run side by side, reading what is not in the cache and the processors' work, and
-the slower one decides. That is Seneca's model of a loader (Kim et al., "Seneca", FAST 2026), for one cache and several
-formats.
-
-``"decoded"`` keeps the whole picture as uint8, because a random crop may be anywhere in it. ``max_side`` makes it
-smaller: then every sample is resized, cached or not, and training sees other pixels than without; so only the user can
-choose it. Only samples that stay in the cache are decoded whole; all others are decoded as usual.
+``"decoded"`` keeps the whole picture as uint8, because a random crop may be anywhere in it. With ``max_side`` every
+sample is resized, cached or not, and training sees other pixels than without; so only the user can choose it.
 
 Invariant: without ``max_side`` samples are the same in every format, bit for bit.
 """
@@ -176,6 +171,7 @@ def forecast(
         hits = hit_ratios[name] = min(1.0, capacity_bytes / (num_samples * size))
         at_miss = (costs.make_seconds + costs.decode_seconds + steps) * (1.0 - hits)
         work = (at_miss + (hit_seconds + COPY_SECONDS * size) * hits) / num_cores
+        # Reading what is not in the cache and the processors' work run side by side, and the slower one decides.
         seconds[name] = max(costs.origin_seconds * (1.0 - hits), work, 1e-9)
     best = min(seconds, key=seconds.__getitem__)
     pays = seconds["encoded"] >= LEAST_GAIN * seconds[best]

@@ -8,19 +8,11 @@ Pillow, bit for bit:
 * simplejpeg decodes the whole picture straight into an array, without the interpreter's lock.
 * Pillow decodes the whole picture, as torchvision does it.
 
-Only Pillow judges what is not plain (CMYK, 12 bits, arithmetic coding, a file that does not end where a JPEG ends):
-`size_of` returns None, and the caller decodes it as it would without this module. So the missing end reveals a
-truncated file, although no decoder may read its last rows.
+Only Pillow judges what is not plain (CMYK, 12 bits, arithmetic coding, a truncated file): `size_of` returns None, and
+the caller decodes it as it would without this module.
 
-A picture several times larger than the output can be decoded at a half, a quarter or an eighth of its size, for a
-fraction of the time, by leaving out high frequencies. The pixels differ by a few levels, so only ``reduced_decode``
-asks for it.
-
-TurboJPEG is looked for where systems and conda keep it, and in wheels that bring one. No maintained wheel wraps partial
-decoding, and eight functions of the interface are enough. Two threads must not use one handle at once, so each call
-takes one and gives it back; pixels go into memory of the calling thread, which its next call uses again. Where it
-widens subsampled colours it reads the neighbouring column, and the edge of the decoded part has none. So one block more
-than wanted is decoded on either side, and the wanted part equals that of the whole picture to the last bit.
+A picture several times larger than the output can be decoded at a fraction of its size (`REDUCTIONS`) and of the time,
+by leaving out high frequencies. The pixels differ by a few levels, so only ``reduced_decode`` asks for it.
 """
 
 from __future__ import annotations
@@ -63,11 +55,12 @@ class _Scale(ctypes.Structure):
     _fields_ = (("num", ctypes.c_int), ("denom", ctypes.c_int))
 
 
+# No maintained wheel wraps partial decoding, and few functions of the interface are enough for it.
 class _Library:
-    """The functions, with their types. Short ones keep the interpreter's lock, because releasing it takes longer than
-    they do."""
+    """The functions, with their types."""
 
     def __init__(self, path: str) -> None:
+        # Short functions keep the interpreter's lock (PyDLL), because releasing it takes longer than they do.
         short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
         handle, number, content, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
         self.init = short.tj3Init
@@ -111,6 +104,9 @@ class TurboDecoder:
             width = -(-library.get(handle, _WIDTH) // reduction)
             height = -(-library.get(handle, _HEIGHT) // reduction)
             block = max(_BLOCK_WIDTHS[subsampling] // reduction, 1)
+            # Where the library widens subsampled colours it reads the neighbouring column, which the edge of the
+            # decoded part lacks. With one block more on either side the wanted part equals that of the whole picture,
+            # bit for bit.
             left = max(box.left // block - 1, 0) * block
             right = min(box.left + box.width + block, width)
             bottom = min(box.top + box.height, height)
@@ -125,10 +121,12 @@ class TurboDecoder:
         return Pixels(pixels_S, pitch, box.top, left)
 
     def _take(self) -> int:
+        # Two threads must not use one handle at once, so each call takes one and gives it back.
         try:
             return self._handles.pop()
         except IndexError:
             handle: int = self._library.init(_DECOMPRESS)
+            # What the library warns of is damaged, and only Pillow judges that.
             self._library.set(handle, _STOP_ON_WARNING, 1)
             return handle
 
@@ -137,6 +135,7 @@ class TurboDecoder:
             raise ValueError(self._library.error(handle).decode(errors="replace"))
 
     def _memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        # The calling thread's, used again by its next call.
         memory: npt.NDArray[np.uint8] | None = getattr(self._own, "memory", None)
         if memory is None or memory.size < num_bytes:
             memory = self._own.memory = np.empty(num_bytes, dtype=np.uint8)
@@ -148,7 +147,7 @@ class TurboDecoder:
 
 
 def _places() -> Iterator[str]:
-    """Yields the places of the library: the system's, this environment's, a wheel's."""
+    """Yields where the library may be: the system's, this environment's (conda), a wheel's."""
     if (found := ctypes.util.find_library("turbojpeg")) is not None:
         yield found
     yield from map(str, sorted(Path(sysconfig.get_config_var("LIBDIR") or "/nowhere").glob("libturbojpeg.so.0*")))
@@ -177,6 +176,7 @@ REDUCTIONS = (8, 4, 2)
 def size_of(content: Bytes) -> tuple[int, int] | None:
     """Returns height and width of a plain JPEG, from its header; None for anything else, damaged files included."""
     view = memoryview(content)
+    # The missing end reveals a truncated file, although the decoder of a crop may not read its last rows.
     if len(view) < _SHORTEST or (bytes(view[:3]), bytes(view[-2:])) != _ENDS:
         return None
     at, end = 2, len(view) - 10

@@ -1,17 +1,7 @@
 """The kinds of batches in the pipeline, and the memory that they are rendered into.
 
-One thread fetches and draws a batch, all threads render parts of it, and the last one finishes it. A fused batch is
-rendered straight into the memory that training gets; a batch without transforms is a list of samples. Each thread
-counts in a ledger row of its own, because no lock protects one.
-
-`BatchBuffers` uses memory again. A batch of 64 images of 224 × 224 is 38 MB; allocated each time, it costs 10,000 page
-faults, a tenth of what decoding the batch costs. A block is free again when the last tensor on it is gone, whether the
-training loop held that, a list of old batches, or a copy to a device that is still under way. torch itself reuses
-pinned memory.
-
-No line of Python runs when a batch dies: its weak reference is appended to a list, which is read later. Once a Ctrl-C
-arrived while the training loop waited, and Python raised it at the next line of its own code: in a finalizer, called
-because a batch had died there. What a finalizer raises is ignored.
+One thread fetches and draws a batch, all threads render parts of it, and the last one finishes it. Each thread counts
+in a ledger row of its own, because no lock protects one.
 
 Invariants: two living batches never share memory; at most as many blocks are kept as are asked for, in use or free.
 """
@@ -70,6 +60,7 @@ class FusedParts(BatchParts):
         self._batch = fetcher.fuse(indices, payloads, fetcher.generators.alone(indices, otherwise))
         self._samples_BCHW = buffers.take(self._batch.shape, self._batch.dtype)
         self._out_BCHW = self._samples_BCHW.numpy()
+        # A part of small pictures takes longer to hand over than to render, so one worker does all of the batch.
         self._part_samples = len(indices) if self._batch.is_small else PART_SAMPLES
         self.num_parts = -(-len(indices) // self._part_samples)
 
@@ -144,12 +135,15 @@ class BatchBuffers:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns a contiguous tensor on the host, with undefined content, which shares memory with no other."""
+        # torch itself uses pinned memory again.
         if self._pinned:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         num_bytes = dtype.itemsize
         for length in shape:
             num_bytes *= length
         self._collect()
+        # 64 images of 224 × 224 are 38 MB. Allocated each time, they cost 10,000 page faults, a tenth of what decoding
+        # them costs.
         try:
             block = self._free.pop()
         except IndexError:
@@ -159,6 +153,8 @@ class BatchBuffers:
         # torch holds on to this very array until its last tensor is gone; numpy would not keep a view of a view alive.
         lent = block[:num_bytes]
         if len(self._lent) + len(self._free) < self._most:
+            # No line of Python runs when a batch dies: a Ctrl-C that arrives then would be raised in it, and what a
+            # finalizer raises is ignored. So the reference is only appended here, in C.
             reference = weakref.ref(lent, self._dead.append)
             self._lent[id(reference)] = reference, block
         return torch.from_numpy(lent).view(dtype).view(shape)
@@ -179,6 +175,7 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         return
     stream, previous = torch.cuda.Stream(device), None  # type: ignore[no-untyped-call]
     for batch in batches:
+        # The copy runs while training is at the batch before. Price: one batch more in the device's memory.
         with torch.cuda.stream(stream):
             moved, copied = _moved(batch, device), stream.record_event()
         if previous is not None:
@@ -193,11 +190,11 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _ready(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
-    """Makes the current stream wait for the copy, and informs the allocator of the copying stream's memory that it is
-    used."""
+    """Returns the batch, for which the current stream waits; the processor does not wait."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
+            # The memory is the copying stream's, whose allocator must not give it away while this stream reads it.
             leaf.record_stream(current)
     return batch

@@ -1,30 +1,16 @@
 """ShadeLoader: takes DataLoader's place in the script, with threads where those are faster.
 
 It takes the arguments of ``DataLoader(ShadeDataset(…), sampler=…)`` and returns the same batches, in the same order,
-with the same random augmentations under a `ShadeSampler`.
-
-Decoding and rendering run outside the interpreter's lock, so threads can make batches ahead (`_loader.pipeline`): no
-copies between processes, no start-up each epoch, and one process's caches instead of one a worker. The user's own code
-would wait for the lock, and its random draws would depend on which thread comes first. So transforms that are not
-recognised (`ShadeDataset.is_fused`) and items run in worker processes, as DataLoader runs them, which collate.
-
-The training thread asks the sampler, as many batches ahead as are under way. The user's collate function runs there
-too, so its random draws are in order. Leaving an epoch early, Ctrl-C and dropping the loader end its threads.
-
-Copies to a device run one batch ahead of training, in a stream of their own, from page-locked memory; training's stream
-waits for the copy, and the processor does not wait. Price: one batch more in the device's memory.
-
-Invariant: batches do not depend on the number of workers, on threads or processes, or on where the run was stopped.
-With another sampler random numbers come from the process's generators without workers, and from the seed of the pass
-with workers, so that a resume from one to the other is refused.
+with the same random augmentations under a `ShadeSampler`. Decoding and rendering run outside the interpreter's lock, so
+threads can make batches ahead (`_loader.pipeline`): no copies between processes, no start-up each epoch, and one
+process's caches. Transforms that are not recognised (`ShadeDataset.is_fused`) and items run in worker processes.
 
 A loader is always some batches ahead of training. A state must hold what training has got: `EpochProgress` counts it,
-and `ResumableBatches` leaves out as many batches when the epoch begins again. A `ShadeSampler` can begin in the middle.
-With any other sampler the epoch's order is drawn again, from the generator's state at the first draw, and the batches
-that training had are left out.
+and `ResumableBatches` leaves out as many batches when the epoch begins again.
 
-Invariant: the rest of a resumed epoch is the rest of the interrupted one, for every sampler that draws from the
-loader's generator (or the process's) when its iteration begins.
+Invariants: batches do not depend on the number of workers, on threads or processes, or on where the run was stopped.
+The rest of a resumed epoch is the rest of the interrupted one, for every sampler that draws from the loader's generator
+(or the process's) when its iteration begins.
 """
 
 from __future__ import annotations
@@ -121,12 +107,13 @@ class EpochProgress:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Takes back what is drawn to begin the rest of an interrupted epoch: the undisturbed run drew nothing then."""
+        """Takes back what is drawn to begin the rest of an interrupted epoch."""
         if self._resume is None:
             self._resume, self.begun.resume = self.begun.resume, None
         is_rest = self._resume is not None and (self._sampler is None or self._sampler.steps_done > 0)
         # A generator of the loader's own, which the order is drawn from, is set by `open`, and stays where that ends.
         is_set = self._sampler is None and self._of_order is self._generator is not default_generator
+        # The undisturbed run drew nothing here.
         before = self._generator.get_state() if is_rest and not is_set else None
         yield
         if before is not None:
@@ -152,6 +139,8 @@ class EpochProgress:
             mine.epoch, mine.first_step, mine.num_batches = self._sampler.epoch, self._sampler.place.first_step, 0
             self._sampler.place.count_batches(lambda: mine.num_batches)
         else:
+            # A sampler that is not ours cannot begin in the middle: its order is drawn again, from the generator's
+            # state at the first draw, and the batches that training had are left out.
             now = self._of_order.get_state()
             mine.order = now if resume is None else resume["order"]
             self._of_order.set_state(mine.order)
@@ -160,9 +149,11 @@ class EpochProgress:
             if resume is not None:
                 for _ in range(resume["batches"]):
                     first = next(iterator, None)
-                if self._of_order is default_generator:  # which the script restores, if at all
+                # The process's generator is the script's, which restores it, if at all.
+                if self._of_order is default_generator:
                     default_generator.set_state(now)
-        is_seeded = mine.is_seeded and self._sampler is None  # a ShadeSampler's draws follow its epoch
+        # A ShadeSampler's draws follow its epoch.
+        is_seeded = mine.is_seeded and self._sampler is None
         seed, marks = mine.seed if is_seeded else 0, is_seeded or mine.is_collated
         for batch in itertools.chain([] if first is None else [first], iterator):
             is_marked = marks and isinstance(batch, list)
@@ -381,6 +372,8 @@ class ShadeLoader(DataLoader[Any]):
     @property
     def in_threads(self) -> bool:
         """Returns whether threads make the batches; else processes do, or the training thread itself."""
+        # The user's own code would wait for the interpreter's lock, and its random draws would depend on which thread
+        # comes first.
         is_plain = self.worker_init_fn is None and self.batch_sampler is not None
         return self.num_workers > 0 and is_plain and self._reader is not None and self._reader.draws_nothing
 
@@ -401,11 +394,11 @@ class ShadeLoader(DataLoader[Any]):
         return counted
 
     def _processes(self) -> Iterator[Any]:
-        """Returns DataLoader's iterator. The workers that stay serve one pass at a time: another that begins meanwhile
-        gets workers of its own."""
+        """Returns DataLoader's iterator."""
         self._progress.begun.is_collated = self.batch_sampler is not None and self.collate_fn is default_collate
         if not self.num_workers:
             return super().__iter__()
+        # The workers that stay serve one pass at a time: another that begins meanwhile gets workers of its own.
         served = None if self._persistent is None else self._persistent()
         is_served = served is not None and not served.has_ended
         # Only new workers draw a seed, and the order must not depend on that.
@@ -464,10 +457,7 @@ class ShadeLoader(DataLoader[Any]):
         return self.dataset.stats() | waits  # type: ignore[attr-defined,no-any-return]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where training is: the sampler's state, and how many batches of this epoch training has got.
-
-        Call it between steps.
-        """
+        """Returns the sampler's state, and how many batches of this epoch training has got. Call it between steps."""
         return self._progress.state_dict() | {"num_workers": self.num_workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -507,11 +497,8 @@ class _FinishBatch:
 
 
 class _ThreadEpoch:
-    """The batches of one epoch, made by the pipeline's threads, which end with it; ``closed`` is called then.
-
-    ``order`` are the samples of each batch, ``depth`` the batches under way; the training thread calls ``finish`` on
-    each.
-    """
+    """The batches of one epoch, made by the pipeline's threads, which end with it; ``closed`` is called then. ``order``
+    are the samples of each batch, ``depth`` the batches under way."""
 
     def __init__(
         self,
@@ -523,6 +510,7 @@ class _ThreadEpoch:
         finish: Callable[[Any], Any],
     ) -> None:
         self._pipeline, self._order, self._timeout_seconds, self._finish = pipeline, order, timeout_seconds, finish
+        # Threads hold the pipeline and not this epoch, so leaving it early, a Ctrl-C and dropping the loader end them.
         self._close = weakref.finalize(self, _close, pipeline, closed)
         self._jobs: deque[Job] = deque()
         for _ in range(depth):
@@ -544,9 +532,11 @@ class _ThreadEpoch:
         try:
             batch = self._pipeline.wait(job, self._timeout_seconds)
         finally:
-            if job.done.is_set():  # a batch that is late may be waited for again; one that failed is over
+            # A batch that is late may be waited for again; one that failed is over.
+            if job.done.is_set():
                 self._jobs.popleft()
                 self._submit()
+        # In the training thread, so that the random draws of the user's collate function are in order.
         return self._finish(batch)
 
 

@@ -5,14 +5,9 @@
     training thread ──submit──▶ fetchers ──parts──▶ workers ──▶ finished batch ──wait──▶ training thread
         (the order)            (waiting)          (computing)
 
-A batch is one job. A fetcher begins it, which is mostly waiting, and cuts it into parts. Workers take parts of the
-batch that training wants next before those of later ones, whichever was ready first: so the nearest deadline goes
-first, and all workers finish one batch instead of many at the same time. The worker of the last part finishes the
-batch. An exception ends only its own job, and is raised where that batch is waited for.
-
-The caller limits the work: there are never more jobs than it has submitted and not waited for. Threads hold the
-pipeline and none of its users, so dropping the user ends them; `LoaderPipeline.close` waits until they have done what
-they have in hand.
+A batch is one job. A fetcher begins it and cuts it into parts; the worker of the last part finishes it. An exception
+ends only its own job, and is raised where that batch is waited for. There are never more jobs than the caller has
+submitted and not waited for.
 
 Invariant: batches come out in the order in which they were submitted, and after `close` no thread is left.
 """
@@ -63,6 +58,8 @@ class LoaderPipeline:
     def __init__(self, begin: Callable[[int, Sequence[int]], BatchParts], num_fetchers: int, num_workers: int) -> None:
         self._begin = begin
         self._submitted: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        # Parts of the batch that training wants next come first, whichever batch was ready first: so all workers finish
+        # one batch instead of many at the same time.
         self._parts: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
         self._counting = threading.Lock()
         self._closed = False
@@ -87,10 +84,8 @@ class LoaderPipeline:
         return job
 
     def wait(self, job: Job, timeout_seconds: float | None) -> Any:
-        """Waits for a batch from `submit`, without limit if ``timeout_seconds`` is None.
-
-        Raises DataError if the batch did not come in time, and any exception that was raised while it was made.
-        """
+        """Waits for a batch from `submit`, without limit if ``timeout_seconds`` is None. Raises DataError if it did not
+        come in time, and any exception that was raised while it was made."""
         if not job.done.wait(timeout_seconds):
             first = ", ".join(map(str, list(job.indices)[:4]))
             raise DataError.of(
@@ -122,11 +117,13 @@ class LoaderPipeline:
                 job.left = parts.num_parts
             except BaseException as error:  # noqa: BLE001 - it is the training loop's, whatever it is
                 self._fail(job, error)
-                del job  # its error's traceback holds the waiting caller
+                # Its error's traceback holds the waiting caller.
+                del job
                 continue
             for part in range(parts.num_parts):
                 self._parts.put((job.sequence, part, job))
-            del job, parts  # a waiting thread keeps no batch alive
+            # A waiting thread keeps no batch alive.
+            del job, parts
 
     def _work(self, number: int) -> None:
         while True:

@@ -6,11 +6,7 @@ file are left out, and columns are in lower case: `webdataset`'s rules. A piece 
 file to the end of its last; its headers are parsed again when it is read, and prove that it is the sample that was
 indexed.
 
-The common headers of a tar (ustar, with pax or GNU long names) are parsed here, in a quarter of the time that `tarfile`
-takes for a sample; an archive with others is refused by name.
-
-LMDB does not say where a value lies; it maps its file into memory. So its index has the keys, and a local file alone
-can be read.
+An archive with other headers than the common ones of a tar (ustar, with pax or GNU long names) is refused by name.
 """
 
 from __future__ import annotations
@@ -103,6 +99,7 @@ def _pax(data: bytes) -> dict[str, str]:
     return records
 
 
+# `tarfile` takes four times as long for a sample.
 def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator[ArchivedFile | None]:
     """Yields the plain files of a tar, or of a part of one, and None at its end mark.
 
@@ -125,6 +122,7 @@ def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator
         kind = header[156:157]
         try:
             length = _number(header[124:136])
+            # The checksum is computed as if its own field held spaces.
             is_header = _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * ord(" ")
         except ValueError:
             is_header = False
@@ -142,6 +140,7 @@ def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator
         elif kind[0] in _FILES:
             length = int(records.get("size", length))
             name = records.get("path") or _plain_name(header)
+            # An old tar's folder is a file whose name ends in a slash.
             if name.endswith("/"):
                 length = 0 if kind == b"\0" else length
             elif any(word.startswith("GNU.sparse") for word in records):
@@ -152,6 +151,7 @@ def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator
         else:
             raise ValueError(f"the header at byte {at} is of type {kind!r}")
         at = begin + -(-length // _BLOCK) * _BLOCK
+        # A file begins with the headers that say its name and size.
         if not records:
             first = at
     if at > stop:
@@ -272,6 +272,7 @@ class ZipFormat(ArchiveFormat):
                 infos, end = archive.infolist(), archive.start_dir
         except zipfile.BadZipFile as error:
             raise DataError.of(f"{shown_place(name)} to be a whole zip", str(error), "copy it again") from error
+        # The directory may have another order; a file reaches at most to the header of the next.
         infos.sort(key=lambda info: info.header_offset)
         for info in infos:
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
@@ -318,7 +319,8 @@ def _zip_member(column: str, info: zipfile.ZipInfo) -> _ZipMember:
 
 
 def _unzipped(member: _ZipMember, content: memoryview) -> bytes:
-    """Returns a file, from the bytes that begin with its header; raises DataError if they are others."""
+    """Returns a file, from the bytes that begin with its header; raises UnlikeIndexError if they are others."""
+    # A local header has 30 bytes, then a name and extra fields, whose lengths are its last two numbers.
     begin = 30 + int.from_bytes(content[26:28], "little") + int.from_bytes(content[28:30], "little")
     stored = bytes(content[begin : begin + member.stored_bytes])
     try:
@@ -343,7 +345,8 @@ class _Environment:
         except lmdb.Error as error:
             cure = "copy it again; or close it, if this process has it open elsewhere"
             raise DataError.of(f"{path} to be an LMDB file", str(error), cure) from error
-        if num_bytes > os.stat(path).st_size:  # touching a page that is not there would end the process
+        # Touching a page that is not there would end the process.
+        if num_bytes > os.stat(path).st_size:
             self.env.close()
             raise DataError.of(f"{path} to be a whole LMDB file", f"less than {num_bytes} bytes", "copy it again")
 
@@ -375,6 +378,7 @@ class LMDBFormat(ArchiveFormat):
     @override
     def scan(self, file: ShardFile) -> ShardScan:
         path = file.entry.url
+        # LMDB does not say where a value lies, so no range can be read; it maps its file into memory.
         if is_url(path):
             cure = "copy it to a local disk; LMDB is read through the machine's memory"
             raise ConfigError.of("an LMDB file on this machine", shown_place(path), cure)
@@ -383,7 +387,8 @@ class LMDBFormat(ArchiveFormat):
         lengths = np.array([length for _, length in found], dtype=np.int64)
         keys = [key for key, _ in found]
         ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
-        starts = np.cumsum(lengths) - lengths  # not places, which LMDB does not say: the order
+        # Not where values lie, but in which order.
+        starts = np.cumsum(lengths) - lengths
         return ShardScan.of(starts, lengths, [KEY, "value"], ends.tobytes() + b"".join(keys))
 
     @override

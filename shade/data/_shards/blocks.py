@@ -2,17 +2,14 @@
 
 A block is read as a whole when its first sample is wanted, and all of its samples are kept in a `disk` store, for this
 epoch, the next ones, other processes and later jobs. Where the capacity is smaller than the data set, a part of the
-blocks is kept, always the same; the samples of the others are read one by one.
+blocks is kept; the samples of the others are read one by one. What is damaged is read again.
 
-Entries are sealed like those of a cache: what is damaged is read again. A disk that fails is left alone for a while.
-
-Races: 1. *Two processes want one block.* The one that gets its lock reads it; the other waits, and finds the samples.
-No process waits for a lock while it holds one. 2. *A process dies with a lock.* The system frees it.
+Race: *two processes want one block.* The one that gets its lock reads it; the other waits, and finds the samples. No
+process waits for a lock while it holds one.
 
 `ReadAhead` brings the blocks of an order in which neighbours stay near each other (`shade.sampling.window`), in the
 sequence in which they are wanted. Blocks that the disk does not keep lie in the machine's memory (`memory_tier`) until
-their last sample is used. It runs in the training process, as threads, because the sampler is there, which knows the
-order; the processes that load batches see a shared byte a block, and wait for a block that is on its way.
+their last sample is used.
 
 Invariant: a payload that is returned is one that was kept for that sample.
 """
@@ -118,6 +115,7 @@ class BlockTier:
         """Returns whether a block is one of those that are kept."""
         if self._pid != os.getpid():
             self._per_process()
+        # By the block's hash, so that it is always the same part of them.
         is_mine = xxhash.xxh3_64_intdigest(struct.pack("<QQ", *block)) < self._share
         return is_mine and not self._is_full and time.monotonic() >= self._rests_until
 
@@ -177,6 +175,7 @@ class BlockTier:
                 return False
             if self._lock_file < 0:
                 self._lock_file = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # A lock of the process: threads are kept apart by `_taken`. The system frees it if the process dies.
             try:
                 fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, block[0] * _LOCK_STRIDE + block[1])
             except OSError:
@@ -189,7 +188,8 @@ class BlockTier:
         with self._changing:
             if block not in self._taken:
                 return
-            if self._lock_file >= 0:  # the tier is not closed
+            # Closing the tier freed all locks.
+            if self._lock_file >= 0:
                 fcntl.lockf(self._lock_file, fcntl.LOCK_UN, 1, block[0] * _LOCK_STRIDE + block[1])
             self._taken.discard(block)
 
@@ -205,7 +205,8 @@ class BlockTier:
         self._store.close()
         with self._changing:
             if self._lock_file >= 0:
-                os.close(self._lock_file)  # which gives up the locks that are left
+                # This gives up the locks that are left.
+                os.close(self._lock_file)
                 self._lock_file = -1
         self.leave()
 
@@ -268,6 +269,8 @@ class ReadAhead:
         drop: Callable[[int], None],
     ) -> None:
         self._first_D, self._bring, self._drop = first_D, bring, drop
+        # Blocks are brought in the training process, whose sampler knows the order; the processes that load batches
+        # wait for a block until its shared byte says that it came.
         self._state_tensor_D = torch.zeros(len(first_D), dtype=torch.uint8)
         self._state_tensor_D.share_memory_()  # type: ignore[no-untyped-call]
         self.ahead_blocks = max(_READERS, min(2 * _READERS, int(_AHEAD_BYTES / max(1.0, block_bytes))))

@@ -5,10 +5,9 @@ at once: one sample of a tar, a row group of a Parquet file. So one rule fits al
 and a piece is a range of a shard. `ShardFormat` finds the pieces of a shard (`ShardFormat.scan`), and makes samples of
 a piece's bytes.
 
-Each shard's index is a file of its own, named after the shard, with a checksum; so ranks and jobs that share the folder
-share the work, and one more shard costs one more scan. It holds what the shard's server or file system says of it: the
-size, and the time or ETag. If that is no longer so, the shard is refused by name, in the beginning (`ShardIndex`) and
-while it is read (`ShardIndex.check`). A damaged index is made again.
+Each shard's index is a file of its own, so ranks and jobs that share the folder share the work. It holds what the
+shard's server or file system says of it: the size, and the time or ETag. If that is no longer so, the shard is refused
+by name, in the beginning (`ShardIndex`) and while it is read (`ShardIndex.check`). A damaged index is made again.
 
 Price: 12 to 16 bytes a sample of a tar, in memory and on disk. Invariant: a range in the index is one of the shard as
 it was when its index was made, or the shard is refused.
@@ -212,6 +211,7 @@ def _packed(values_P: Lengths) -> Lengths:
     """Returns the array in its smallest type; a constant as one element."""
     if not len(values_P):
         return values_P.astype(np.uint8)
+    # Such as the rows of an archive's pieces, which are one each.
     if len(values_P) > 1 and values_P.min() == values_P.max():
         values_P = values_P[:1]
     return values_P.astype(np.min_scalar_type(int(values_P.max())))
@@ -255,9 +255,9 @@ class ShardFormat(ABC):
         """Returns the ranges (start, stop) to read for the columns of a piece, in order; None are all columns."""
         return [scan.span(piece)]
 
+    # Asked for each batch.
     def opened(self, path: str) -> Any:
-        """Returns what `payloads` takes in place of ranges that were read, of a local shard that is mapped into memory;
-        None for a format that is read. Asked for each batch."""
+        """Returns what `payloads` takes instead of ranges, of a local shard that is mapped into memory, else None."""
         return None
 
     def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
@@ -448,6 +448,7 @@ class ShardIndex:
         path, entry = self.path_of(shard), self.entries[shard]
         with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # Another rank or job made it while this one waited for the lock.
             found = self._load(shard)
             if found is not None:
                 return found
@@ -457,7 +458,8 @@ class ShardIndex:
                 raise DataError.of(
                     f"to read {shown_place(entry.url)}", without_login(str(error), entry.url), "restore the shard"
                 ) from error
-            self._compare(shard)  # it may have changed while it was scanned
+            # It may have changed while it was scanned.
+            self._compare(shard)
             with replacing(path) as partial_path:
                 partial_path.write_bytes(
                     scan.to_bytes({"url": entry.url, "bytes": entry.num_bytes, "is": entry.version})
@@ -482,7 +484,8 @@ class ShardIndex:
 def describe_shards(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry]:
     """Returns what servers or file systems say of shards now, in order; raises DataError if one is missing."""
     if is_url(urls[0]):
-        open_file_system(urls[0], options).invalidate_cache()  # a listing may be older
+        # fsspec keeps listings, which may be older than the shards.
+        open_file_system(urls[0], options).invalidate_cache()
         return describe_many(urls, options)
     with ThreadPoolExecutor(min(STAT_THREADS, len(urls))) as pool:
         return list(pool.map(_described, urls)) if len(urls) > 1 else [_described(urls[0])]
@@ -540,6 +543,7 @@ def _suffix(url: str) -> str:
 
 
 def _is_shard(url: str, suffixes: Container[str]) -> bool:
+    # LMDB's lock lies beside its data, with the same suffix.
     return _suffix(url) in suffixes and not url.endswith("lock.mdb")
 
 

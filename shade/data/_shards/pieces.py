@@ -1,10 +1,4 @@
-"""Reads pieces of shards: the ranges that a format names, those side by side in one request.
-
-A piece is what a format reads at a time: one sample of an archive, a row group of a table. Of a format whose pieces
-hold many rows, those read last stay in memory, since neighbours of a sample are often wanted next.
-
-Every read is followed by a comparison of the shard with its index, so that a shard that changes meanwhile is noticed.
-"""
+"""Reads pieces of shards: the ranges that a format names, those side by side in one request."""
 
 from __future__ import annotations
 
@@ -90,6 +84,7 @@ class PieceReader:
             payloads = self._payloads(piece, read.parts[piece[0]], None if keeps else wanted)
             if read.is_mapped:
                 count(0, sum(map(len, payloads)))
+            # Neighbours of a row are often wanted next, and reading one takes as long as reading all.
             if keeps:
                 self._remember(piece, payloads)
                 payloads = [payloads[row] for row in wanted or ()]
@@ -105,7 +100,8 @@ class PieceReader:
 
     def _remember(self, piece: Piece, payloads: list[bytes]) -> None:
         with self._keeping:
-            if piece in self._recent:  # another thread read it too
+            # Another thread read it too.
+            if piece in self._recent:
                 return
             self._recent[piece] = payloads
             self._recent_bytes += sum(map(len, payloads))
@@ -131,6 +127,7 @@ class PieceReader:
                 places.append(ByteRange(entries[shard].url, start, stop))
                 owners.append(shard)
         contents = self._origin.read_many(places, [place.stop - place.start for place in places])
+        # After the read, so that a shard that changed meanwhile is noticed.
         self._index.check(list(by_shard))
         read = [content for content in contents if not isinstance(content, OSError)]
         parts = collections.defaultdict[int, list[tuple[int, Any]]](list)

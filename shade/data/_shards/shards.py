@@ -1,14 +1,8 @@
 """Shards: a map-style data set over shards, read where they lie.
 
 Nothing is converted, and every sample has an index. So the draw, importance, exact resume and dealing to any number of
-ranks are those of any other data set. That has a price: in a globally random order the samples of a batch lie in as
-many places, so each costs a request. Reading ahead in memory would not help: a request that serves fifty samples has to
-wait for all of them, which are spread over the whole epoch, and that much memory holds most of the data set.
-
-`shade.data._shards.blocks` pays it once, with room on a local disk. Without that, ranges of one batch that lie side by
-side are read together.
-
-A shard that changes while it is read is noticed: each read is followed by a comparison with the index.
+ranks are those of any other data set. Price: in a globally random order each sample of a batch costs a request.
+`shade.data._shards.blocks` pays that once, with room on a local disk (decision 0041).
 
 Invariant: a sample is what its format's own reader makes of it, or there is an error that names the shard.
 """
@@ -206,14 +200,16 @@ class Shards(Dataset[Any]):
         Raises:
             ConfigError: The machine has no room for the window.
         """
-        if self._ahead is not None:  # of a sampler before
+        # Of a sampler before.
+        if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
         if self._window is not None:
             self._window.close()
             self._window = None
         if not is_url(self._index.entries[0].url) and self._format.opened(self._index.entries[0].url) is not None:
-            return  # it is mapped into memory
+            # It is mapped into memory.
+            return
         num_bytes = sum(entry.num_bytes for entry in self._index.entries)
         ahead = ReadAhead(
             self.first_sample_D, num_bytes / len(self._block_list), self._bring_ahead, self._drop_from_window
@@ -259,7 +255,8 @@ class Shards(Dataset[Any]):
     def _drop_from_window(self, number: int) -> None:
         """Removes a block's samples from the window's memory."""
         if self._window is not None:
-            self._window.wait(self._block_list[number])  # another rank may bring it
+            # Another rank may bring it now.
+            self._window.wait(self._block_list[number])
             self._window.remove(range(*self._samples_of(number)))
 
     def _samples_of(self, number: int) -> tuple[int, int]:
@@ -268,6 +265,7 @@ class Shards(Dataset[Any]):
 
     def read_near(self, indices: Sequence[int]) -> dict[int, Any]:
         """Returns the payloads that this machine's disk had before this pass."""
+        # Those of blocks that came in it count as reads of the origin.
         if self._blocks is None:
             return {}
         ahead = self._ahead
@@ -317,11 +315,11 @@ class Shards(Dataset[Any]):
         return [found[index] for index in indices]
 
     def _read_blocks(self, wanted: Mapping[Block, list[int]], count: CountOrigin) -> dict[int, Any]:
-        """Reads whole blocks, keeps their samples on the disk, and returns those that are wanted. Another process may
-        have brought a block meanwhile."""
+        """Reads whole blocks, keeps their samples on the disk, and returns those that are wanted."""
         assert self._blocks is not None
         mine = [block for block in sorted(wanted) if self._blocks.take(block)]
         try:
+            # Another process may have brought a block before its lock was taken.
             found = self._blocks.look_up([index for block in mine for index in wanted[block]])
             absent = [block for block in mine if any(index not in found for index in wanted[block])]
             found |= self._bring(absent, {i for block in absent for i in wanted[block]}, count, self._blocks)
@@ -334,8 +332,7 @@ class Shards(Dataset[Any]):
         return found | self._blocks.look_up([index for block in busy for index in wanted[block]])
 
     def _bring(self, blocks: Sequence[Block], wanted: set[int], count: CountOrigin, tier: BlockTier) -> dict[int, Any]:
-        """Reads some blocks at a time, keeps the samples of each in a tier as soon as it has come, frees its lock, and
-        returns those that are wanted."""
+        """Reads blocks, keeps the samples of each in a tier, and returns those that are wanted."""
         found = dict[int, Any]()
         waiting = list(reversed(blocks))
         under_way: collections.deque[tuple[Block, dict[Piece, None], Future[PiecesRead]]] = collections.deque()
@@ -355,6 +352,7 @@ class Shards(Dataset[Any]):
                 if left and self._window is not None and tier is not self._window:
                     self._window.keep(left)
                 found |= {index: each for index, each in samples.items() if index in wanted}
+                # At once, because other processes wait for it.
                 tier.release(block)
         return found
 
@@ -381,7 +379,8 @@ class Shards(Dataset[Any]):
             probes = sorted({int(at) for at in np.linspace(0, len(self) - 1, min(_PROBES, len(self)))})
             payload_at = self.read_near(probes)
             piece_of = {self._index.place_of(probe)[:2]: probe for probe in probes if probe not in payload_at}
-            for piece, (payload,) in self._pieces.read(dict.fromkeys(piece_of), count):  # without its block
+            # Without their blocks.
+            for piece, (payload,) in self._pieces.read(dict.fromkeys(piece_of), count):
                 payload_at[piece_of[piece]] = payload
             payload_P = _lengths([payload_at[probe] for probe in probes])
             part = float((payload_P / np.maximum(length_N[probes], 1)).max())
@@ -391,7 +390,8 @@ class Shards(Dataset[Any]):
 
     def close(self) -> None:
         """Ends the threads and closes the disk. Safe to call twice."""
-        ahead, self._ahead = self._ahead, None  # which refers back
+        # It refers back to this object.
+        ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
         self._origin.close()

@@ -3,9 +3,6 @@
 pyarrow reads Parquet and Arrow. Of a Parquet file a piece is a row group, of which only the chosen columns are read; of
 an Arrow file it is a record batch. A row's payload is an Arrow record batch of one row, without its schema: it keeps
 every type of Arrow, and it is no code. Of an MDS file a piece is a sample.
-
-The places of record batches are read from the messages' headers, a few hundred bytes each; pyarrow would read the
-batches as well to find them.
 """
 
 from __future__ import annotations
@@ -119,6 +116,7 @@ class ParquetFormat(ArrowRows):
             if columns is not None and chunk.path_in_schema.split(".")[0] not in columns:
                 continue
             start = chunk.data_page_offset
+            # A dictionary comes before the data.
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 start = min(start, chunk.dictionary_page_offset)
             ranges.append((start, start + chunk.total_compressed_size))
@@ -136,7 +134,8 @@ class ParquetFormat(ArrowRows):
             file = _pyarrow("pyarrow.parquet").ParquetFile(RangeFile(num_bytes, parts.range), metadata=metadata)
             table = file.read_row_group(piece, columns=schema.names, use_threads=False).replace_schema_metadata(None)
             table = table.select(schema.names).cast(schema)
-        except (OSError, EOFError, ValueError) as error:  # pyarrow's own are of these kinds
+        # pyarrow's own errors are of these kinds.
+        except (OSError, EOFError, ValueError) as error:
             raise UnlikeIndexError(f"a row group that pyarrow cannot read ({error})") from error
         if table.num_rows != scan.rows_P[piece]:
             raise UnlikeIndexError(f"{table.num_rows} rows")
@@ -146,6 +145,7 @@ class ParquetFormat(ArrowRows):
 
 def _footer(extra: bytes) -> Any:
     """Returns the metadata of a Parquet file, from its length and its last bytes."""
+    # pyarrow wants a file that begins with the mark, too.
     return _pyarrow("pyarrow.parquet").read_metadata(io.BytesIO(b"PAR1" + extra[8:]))
 
 
@@ -171,14 +171,16 @@ class ArrowFormat(ArrowRows):
 
     @override
     def scan(self, file: ShardFile) -> ShardScan:
+        # To find the record batches, pyarrow would read them; the messages' headers are a few hundred bytes each.
         name, num_bytes, schema = file.entry.url, file.entry.num_bytes, b""
         at = 8 if file.range(0, min(8, num_bytes)).startswith(b"ARROW1") else 0
         starts, lengths, rows = [], [], []
         has_end = at > 0 and file.range(num_bytes - 6, num_bytes) == b"ARROW1"
         while True:
             prefix = file.range(at, min(at + 8, num_bytes))
+            # A stream may end without a mark.
             if prefix == b"" and schema and not has_end:
-                break  # a stream may end without a mark
+                break
             if len(prefix) < 8 or prefix[:4] != _CONTINUED:
                 raise _no_arrow(name, f"no message at byte {at}")
             (length,) = struct.unpack("<i", prefix[4:])
@@ -225,10 +227,8 @@ def _no_arrow(name: str, words: str) -> DataError:
 
 
 def _message(header: bytes) -> tuple[int, int, int]:
-    """Returns an Arrow message's kind, the rows of its record batch, and the bytes of its body.
-
-    The header is a flatbuffer: a table begins with the distance back to its list of fields' places.
-    """
+    """Returns an Arrow message's kind, the rows of its record batch, and the bytes of its body."""
+    # The header is a flatbuffer: a table begins with the distance back to its list of fields' places.
     (table,) = struct.unpack_from("<I", header)
 
     def field(table: int, number: int) -> int:
@@ -237,6 +237,7 @@ def _message(header: bytes) -> tuple[int, int, int]:
         place = struct.unpack_from("<H", header, table - back + 4 + 2 * number)[0] if 4 + 2 * number < size else 0
         return table + place if place else 0
 
+    # Arrow's Message.fbs: 0 version, 1 kind of header, 2 header, 3 length of the body.
     kind_at, inner_at, body_at = field(table, 1), field(table, 2), field(table, 3)
     kind = header[kind_at] if kind_at else 0
     body = struct.unpack_from("<q", header, body_at)[0] if body_at else 0
@@ -289,6 +290,7 @@ class MDSFormat(ShardFormat):
         name, num_bytes = file.entry.url, file.entry.num_bytes
         try:
             (num_samples,) = struct.unpack("<I", file.range(0, min(4, num_bytes)))
+            # The number of samples, where each begins, and where the last ends.
             begin = 4 * (num_samples + 2)
             offset_N = np.frombuffer(file.range(4, min(begin, num_bytes)), np.uint32)
             extra = file.range(begin, min(int(offset_N[0]), num_bytes))
@@ -308,6 +310,7 @@ class MDSFormat(ShardFormat):
     def row(self, scan: ShardScan, payload: Any, columns: Columns) -> dict[str, Any]:
         config = scan.parsed("config", json.loads)
         payload, at, sizes = bytes(payload), 0, []
+        # A column without a size has it in front of the sample's values.
         for size in config["column_sizes"]:
             sizes.append(size or struct.unpack_from("<I", payload, at)[0])
             at += 0 if size else 4

@@ -4,8 +4,6 @@ The host draws all random numbers as always, so crops and flips equal those of e
 widens subsampled colours by other arithmetic than libjpeg, and torch resizes floats where Pillow rounds between its two
 passes. They differ by a level or two of 255 where the decoders agree, and by more at sharp edges of colour. So only
 ``decode_on="device"`` asks for it, on machines whose processors cannot keep up with the GPU.
-
-The host decodes what nvJPEG cannot; one such file does not keep the others from the GPU.
 """
 
 from __future__ import annotations
@@ -24,16 +22,15 @@ _RGB = 3
 
 
 def render_on_device(batch: FusedBatch, device: torch.device) -> torch.Tensor:
-    """Renders a drawn batch; returns (B, 3, H, W) on the device.
-
-    A device that is no GPU gets pictures that the host has decoded. Raises BadSampleError for a file that no decoder
-    reads.
-    """
+    """Renders a drawn batch; returns (B, 3, H, W) on the device. Raises BadSampleError for a file that no decoder
+    reads."""
+    # A device that is no GPU gets pictures that the host has decoded.
     files = batch.plain_positions() if device.type == "cuda" else []
     decoded = dict(zip(files, _decode_many([batch.payload(position) for position in files], device), strict=True))
     rendered = []
     for position in range(len(batch)):
         picture = decoded.get(position)
+        # nvJPEG did not decode it.
         if picture is None:
             picture = torch.from_numpy(np.array(batch.picture(position))).permute(2, 0, 1).to(device)
         rendered.append(_render(batch.view, picture, batch.window(position)))
@@ -46,13 +43,15 @@ def _decode_many(contents: list[Any], device: torch.device) -> list[torch.Tensor
     """Decodes all files at once, as nvJPEG likes it; one by one if it refuses one of them, and None for that one."""
     if not contents:
         return []
-    import torchvision.io  # noqa: F401 - loads the operators; its functions would warn of their age at every call
+    # This loads the operators; torchvision's functions would warn of their age at every call.
+    import torchvision.io  # noqa: F401
 
     files = [torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy()) for content in contents]
     decode = torch.ops.image.decode_jpegs_cuda
     try:
         return list(decode(files, _RGB, device))
     except RuntimeError:
+        # One file that nvJPEG refuses does not keep the others from the GPU.
         if len(files) == 1:
             return [None]
         return [picture for content in contents for picture in _decode_many([content], device)]

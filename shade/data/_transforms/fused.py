@@ -1,12 +1,8 @@
 """FusedBatch: draws for all samples of a batch in order, then renders each into its place, in any order.
 
 Drawing needs the pictures' sizes, which are in the files' headers, and no pixels. So the part that must happen in order
-takes microseconds, and the part that takes milliseconds may run in as many threads as there are, straight into the
-batch's memory.
-
-The caller decodes whole what this way cannot decode (no plain JPEG, or one that the library refuses), and handles bad
-samples. If that shows only after the draw, another sample of another size may take its place: then the batch is drawn
-and rendered again from the beginning, so that its random numbers are those of the user's chain.
+takes microseconds, and the part that takes milliseconds may run in as many threads as there are. The caller decodes
+whole what this way cannot decode (no plain JPEG, or one that the library refuses), and handles bad samples.
 
 Invariant: sample and target are those of the user's chain, bit for bit.
 """
@@ -39,8 +35,7 @@ DecodeWhole = Callable[[int], tuple[npt.NDArray[np.uint8], tuple[Any, ...]]]
 
 
 class Fuser:
-    """What all batches of one view have in common. ``reduced``: large pictures may be decoded at a fraction of their
-    size."""
+    """What all batches of one view have in common. ``reduced``: large pictures may be decoded smaller."""
 
     def __init__(self, view: TransformView, *, reduced: bool) -> None:
         self.view, self.reduced = view, reduced
@@ -73,7 +68,8 @@ def fuser_of(chain: Sequence[Callable[[Any], Any]], *, reduced: bool) -> Fuser |
         from shade.data._transforms.kernels import pillow_order
 
         if pillow_order() is not None:
-            view.draw_many(np.zeros((0, 2), dtype=np.int64), torch.Generator())  # compares, before workers are forked
+            # The first draw compares both ways of drawing, here before workers are forked.
+            view.draw_many(np.zeros((0, 2), dtype=np.int64), torch.Generator())
             return Fuser(view, reduced=reduced)
         logger.info("Pillow resizes otherwise on this machine; the transforms run as written")
     except Exception as error:  # noqa: BLE001 - whatever a compiler may raise: there is another way
@@ -114,7 +110,8 @@ class FusedBatch:
             if not is_plain or not size[0]:
                 try:
                     picture, self.rests[position] = self._decode_whole(position)
-                except BaseException:  # the samples before it were drawn, as in the user's chain
+                except BaseException:
+                    # In the user's chain the samples before it would have been drawn.
                     self._fuser.view.draw_many(self._size_B2[:position], self._generator)
                     raise
                 self._whole[position] = Pixels.of(picture)
@@ -169,7 +166,8 @@ class FusedBatch:
         if size is not None:
             try:
                 return self._fuser.decode(self._payloads[position], Box(0, 0, *size), 1).cut(Box(0, 0, *size))
-            except ValueError:  # Pillow has the last word
+            # The library refuses it; Pillow decides below.
+            except ValueError:
                 pass
         if whole is None:
             return self._decode_whole(position)[0]
@@ -197,7 +195,8 @@ class FusedBatch:
             if pixels is None:
                 try:
                     pixels = self._fuser.decode(self._payloads[position], needed, reduction)
-                except ValueError:  # the library objects; `finish` sees to it
+                # The library refuses it; `finish` has it decoded otherwise.
+                except ValueError:
                     self._failed.append(position)
                     continue
             decoded = clock()
@@ -236,18 +235,19 @@ class FusedBatch:
         """Decodes and renders what `fill` could not decode, after the last `fill`. Raises BadSampleError."""
         if self._failed:
             failed, self._failed = self._failed, []
+            # A sample of another size may come instead of a bad one, which changes all draws after it.
             self._generator.set_state(self._before)
             self._draw(failed)
             self.fill(0, len(self), out_BCHW)
 
 
 def _sizes_of(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:
-    """Returns (B, 2) height and width of plain JPEGs; zeros for what else there is, and where files are so large that
-    their headers are read as they are used."""
+    """Returns (B, 2) height and width of plain JPEGs; zeros for what else there is, and where files are large."""
     from shade.data._transforms.kernels import jpeg_sizes
 
     files = [b"" if isinstance(payload, Exception) else payload for payload in payloads]
     end_B = np.cumsum([len(content) for content in files])
+    # Large files are not joined: their headers are read as they are used.
     if not len(files) or end_B[-1] > _SMALL_FILE_BYTES * len(files):
         return np.zeros((len(files), 2), dtype=np.int64)
     size_B2: npt.NDArray[np.int64] = jpeg_sizes(np.frombuffer(b"".join(files), dtype=np.uint8), end_B)
@@ -302,7 +302,8 @@ def _resized_by_torch(view: TransformView, pixels: Pixels, window: Window) -> np
     """Crops and resizes as the v2 classes do it with tensors: by their own functions."""
     from torchvision.transforms.v2 import functional
 
-    crop_HWC = np.array(pixels.cut(window.crop))  # torch wants memory that may be written to
+    # torch wants memory that may be written to.
+    crop_HWC = np.array(pixels.cut(window.crop))
     crop_CHW = torch.from_numpy(crop_HWC).permute(2, 0, 1)
     resized_CHW = functional.resize_image(crop_CHW, list(window.resized), antialias=True)
     top, left = window.inner

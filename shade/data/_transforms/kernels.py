@@ -2,18 +2,11 @@
 
 Pillow resizes in two passes, along rows and along columns, with weights in fixed point (22 bits behind the point) and a
 rounding to uint8 after each. Both passes are integer arithmetic, so the same weights give the same bytes in any
-implementation: no tolerance is needed, and none is granted. The steps after the resize (ToTensor, Normalize, and others
-on each value by itself) are a table of 256 entries a channel, made by the user's own transforms.
-
-Numba's vectoriser does not see that four neighbouring RGB pixels are twelve contiguous bytes. So the two sums are
-written in LLVM's instructions: 16 bytes are loaded, widened, multiplied by 16 weights and folded. Price: some seconds
-of compiling, once a machine.
+implementation. The steps after the resize (ToTensor, Normalize, and others on each value by itself) are a table of 256
+entries a channel, made by the user's own transforms. Price: some seconds of compiling, once a machine.
 
 Invariant: `render` equals Pillow's resize followed by torchvision's tensor transforms, bit for bit; `pillow_order`
 tests it on this machine before it is used.
-
-Of pictures of a kilobyte, what Python does for each costs more than the pixels. So headers, draws and rendering have
-loops over a batch here. The draws are those of torch's generator: `random_words` is its Mersenne twister.
 
 Legend: S bytes of a source · R rows kept between the passes · V 256 values · C channels (3) · H, W output · B batch.
 """
@@ -46,7 +39,7 @@ _BYTES, _INTS = ir.VectorType(_BYTE, LANES), ir.VectorType(_INT, LANES)
 
 
 def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Applies numba's decorator, which is typed in some versions only."""
+    # numba's decorator is typed in some versions only.
     decorate: Any = extending.intrinsic
     decorated: Callable[..., Any] = decorate(function)
     return decorated
@@ -56,6 +49,8 @@ def _constant(values: list[int]) -> Any:
     return ir.Constant(_INTS, values)
 
 
+# Numba's vectoriser does not see that four neighbouring RGB pixels are twelve contiguous bytes. So the two sums are
+# LLVM's instructions: 16 bytes are loaded, widened, multiplied by 16 weights and folded.
 class _Code:
     """Writes vector code: arrays are numba's, offsets in elements."""
 
@@ -161,6 +156,7 @@ def _blend_rows(
 @compiled
 def _weigh(begin: float, end: float, in_size: int, out_size: int, start: int, count: int) -> Any:
     """Returns Pillow's bilinear weights for ``count`` outputs from ``start`` on: first input, inputs, and weights."""
+    # Pillow's precompute_coeffs, operation by operation, because every rounding counts.
     scale = (end - begin) / out_size
     stretch = max(scale, 1.0)
     support, inverse = stretch, 1.0 / stretch
@@ -212,7 +208,8 @@ def _pass_rows(
             at = base + 3 * first[number]
             if at + reach <= source_S.size:
                 _blend_pixels(source_S, at, wide, number * chunks * LANES, chunks, rows, out + 3 * number)
-            else:  # the last pixels of the source: no byte may be read behind them
+            # The last pixels of the source: no byte may be read behind them.
+            else:
                 for channel in range(3):
                     total = 1 << (PRECISION - 1)
                     for tap in range(taps[number]):
@@ -235,7 +232,8 @@ def _pass_columns(
         for x in range(0, num_bytes, LANES):
             if base + x + (taps[row] - 1) * pitch + LANES <= source_S.size:
                 _blend_rows(source_S, base + x, pitch, flat, row * ksize, taps[row], rows, row * stride + x)
-            else:  # as above
+            # As above.
+            else:
                 for byte in range(x, min(x + LANES, num_bytes)):
                     total = 1 << (PRECISION - 1)
                     for tap in range(taps[row]):
@@ -295,6 +293,8 @@ def render(
                     out_CHW[channel, y, x] = table_CV[channel, line[3 * x + channel]]
 
 
+# Of pictures of a kilobyte, what Python does for each costs more than the pixels. So this, `random_crops` and
+# `jpeg_sizes` loop over a batch.
 @compiled
 def render_many(
     source_S: Any, begin_B: Any, size_B2: Any, window_BF: Any, columns_first_B: Any, table_CV: Any, out_BCHW: Any
@@ -335,6 +335,7 @@ def render_many(
 @compiled
 def random_words(state: Any, position: int, count: int) -> Any:
     """Returns the next words of a Mersenne twister, uint32, and its next position; changes ``state`` (uint32, 624)."""
+    # MT19937, torch's generator on the CPU.
     words = np.empty(count, np.uint32)
     for number in range(count):
         if position >= 624:
@@ -381,6 +382,7 @@ def random_crops(
             target = height * width * np.float64(part[at])
             wanted = np.float64(aspect[at + 1])
             at += 2
+            # Python's round, as torchvision calls it, and rint both round halves to even.
             crop_width, crop_height = np.rint(math.sqrt(target * wanted)), np.rint(math.sqrt(target / wanted))
             if 0 < crop_width <= width and 0 < crop_height <= height:
                 window_BF[number, 0] = words[at] % np.uint32(height - np.int64(crop_height) + 1)
@@ -400,6 +402,7 @@ def random_crops(
         if flips:
             if at + 1 > len(words):
                 return -1
+            # torch.rand makes a float32 of a word's last 24 bits.
             window_BF[number, 8] = (words[at] & np.uint32(0xFFFFFF)) * 2.0**-24 < probability
             at += 1
     return at
@@ -433,6 +436,7 @@ def jpeg_sizes(content_S: Any, end_B: Any) -> Any:
                 if view[at + 4] == 8 and (view[at + 9] == 1 or view[at + 9] == 3) and height and width:
                     size_B2[number, 0], size_B2[number, 1] = height, width
                 break
+            # C4, C8 and CC are no frames: tables of Huffman codes, a reserved marker, arithmetic conditioning.
             if 0xC3 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:
                 break
             if marker == 0xFF:
@@ -463,12 +467,12 @@ def look_up(pixels_CHW: Any, flip: bool, table_CV: Any, out_CHW: Any) -> None:
 
 
 def _rows_first(height: int, width: int, to_height: int, to_width: int) -> bool:
-    """Returns the order of Pillow before version 13."""
+    # Pillow before version 13.
     return False
 
 
 def _larger_shrink_first(height: int, width: int, to_height: int, to_width: int) -> bool:
-    """Returns the order of Pillow 13, found by experiment: columns first if they lose much more pixels than rows do."""
+    # Pillow 13, found by experiment: columns first if they lose much more pixels than rows do.
     return (height > to_height) & (height - to_height > 2 * (width - to_width))
 
 
@@ -480,15 +484,13 @@ _SIZES = ((16, 16), (50, 90), (64, 24), (30, 60), (30, 57), (18, 51), (18, 52), 
 
 @lru_cache(maxsize=1)
 def pillow_order() -> Order | None:
-    """Returns the order in which this machine's Pillow resizes, tested on images smaller, larger, and one of either.
-
-    None if no order gives its bytes: such a Pillow computes otherwise (pillow-simd; fused multiply-add).
-    """
+    """Returns the order in which this machine's Pillow resizes; None if no order gives its bytes."""
     pixels = np.random.default_rng(0).integers(0, 256, (41, 67, 3), dtype=np.uint8)
     image = Image.fromarray(pixels).crop((5, 2, 66, 40))
     for order in (_larger_shrink_first, _rows_first):
         if all(_gives(pixels, image, height, width, order) for height, width in _SIZES):
             return order
+    # A Pillow that computes otherwise: pillow-simd, or one with fused multiply-add.
     return None
 
 

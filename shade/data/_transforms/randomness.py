@@ -1,13 +1,10 @@
 """Makes random transforms a function of the batch, and not of the process that loads it.
 
-A worker's generator advances with every batch that it loads, so the draws of a transform depend on the number of
-workers, on which of them got the batch, and on where the run was stopped. Here the generators are set before each batch
-from the run's seed, the epoch and the batch's own indices. So the same batch gets the same augmentation with 0 or 4
-workers, in one go or after a resume, and another one in the next epoch. Afterwards the state of the process's
-generators is restored: the model's own random numbers do not change.
+The generators are set before each batch from the run's seed, the epoch and the batch's own indices. So the same batch
+gets the same augmentation with 0 or 4 workers, in one go or after a resume, and another one in the next epoch.
+Afterwards the state of the process's generators is restored: the model's own random numbers do not change.
 
-It does nothing until `BatchGenerators.follow` sets the epoch, as `TrainSession` does. The seed is in shared memory, so
-workers that outlive the epoch see it change. Price: about 0.1 ms a batch.
+It does nothing until `BatchGenerators.follow` sets the epoch, as `TrainSession` does. Price: about 0.1 ms a batch.
 """
 
 from __future__ import annotations
@@ -28,7 +25,8 @@ def set_generators(*key: int) -> None:
     """Sets torch's, numpy's and Python's global generators from a key of 64-bit integers: the same key, the same
     stream."""
     seed = _seed_of(key)
-    default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, which costs 50 times that
+    # torch.manual_seed asks every backend, which costs 50 times that.
+    default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -68,11 +66,13 @@ class BatchGenerators:
     """The generators of one data set's transforms; pickles into workers and stays connected."""
 
     def __init__(self) -> None:
+        # In shared memory, so that workers that outlive the epoch see it change.
         self._seed = torch.zeros(1, dtype=torch.int64)
         self._seed.share_memory_()  # type: ignore[no-untyped-call]
 
     def follow(self, seed: int, epoch: int) -> None:
         """Sets the epoch, from the next batch on."""
+        # 63 bits fit into an int64; 0 is `_SILENT`.
         self._seed[0] = xxhash.xxh3_64_intdigest(np.array([seed, epoch], dtype=np.int64).tobytes()) >> 1 or 1
 
     @property

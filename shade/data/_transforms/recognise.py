@@ -3,15 +3,7 @@
 A recognised chain is: perhaps a conversion to a tensor; one geometry (RandomResizedCrop, or Resize and CenterCrop, or
 either alone); perhaps a RandomHorizontalFlip; then only steps that work on each value by itself (ToTensor, Normalize,
 …). It takes old classes and v2 classes, in any nesting of Compose, exactly these classes and no subclasses, bilinear.
-Such a chain is a `TransformView`, done in one pass over the pixels. For any other chain the result is None, and it runs
-as the user wrote it.
-
-Random numbers are drawn sample by sample with torchvision's calls in torchvision's order, from a generator of the
-caller's: so they are torchvision's, in whichever thread and in however many.
-
-A draw takes some twenty calls of torch, 40 µs a sample. `TransformView.draw_many` draws a batch from the same words of
-the generator in compiled loops. It is compared with `TransformView.draw` once a view and process, and not used where a
-number or the generator's state differs.
+Such a chain is a `TransformView`, done in one pass over the pixels; any other one runs as the user wrote it.
 
 Invariant: `TransformView.draw` leaves the generator where the user's chain would have left it, and so does `draw_many`.
 
@@ -86,6 +78,7 @@ class RandomCropGeometry:
     def __call__(
         self, height: int, width: int, generator: torch.Generator
     ) -> tuple[Box, tuple[int, int], tuple[int, int]]:
+        # torchvision's calls in torchvision's order, for its numbers.
         area, number, place = height * width, torch.empty(1), torch.empty(1, dtype=torch.int64)
         for _ in range(_ATTEMPTS):
             target = area * number.uniform_(*self.scale, generator=generator).item()
@@ -157,6 +150,8 @@ class TransformView:
 
     def draw_many(self, size_B2: npt.NDArray[np.int64], generator: torch.Generator) -> npt.NDArray[np.int64]:
         """Returns the windows of the next samples as int64 (B, 9), drawn as `draw` does it, in order."""
+        # `draw` makes some twenty calls of torch, 40 µs a sample. Compiled loops draw from the same words of the
+        # generator, unless a number or the generator's state differs, which is compared once a view and process.
         if self._draws_alike is None:
             self._draws_alike = self._compare_draws()
         return self._draw_natively(size_B2, generator) if self._draws_alike else self._draw_each(size_B2, generator)
@@ -213,6 +208,7 @@ class GeneratorWords:
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
         self._state = generator.get_state()
+        # torch's state: the seed (8 bytes), words left (4), seeded (4), the next word (8), 624 words in 8 bytes each.
         content = self._state.numpy()
         self._left, self._next = content[8:12].view(np.int32), content[16:24].view(np.uint64)
         self._words = content[24 : 24 + 8 * 624].view(np.uint64)
@@ -248,8 +244,9 @@ def recognise(chain: Sequence[Callable[[Any], Any]]) -> TransformView | None:
     before = []
     while steps and type(steps[0]) in _TO_TENSOR:
         before.append(steps.pop(0))
+    # Floats are resized by other arithmetic.
     if any(type(step) is v1.ToTensor for step in before):
-        return None  # floats are resized by other arithmetic
+        return None
     found = _geometry_of(steps, as_tensor=bool(before))
     if found is None:
         return None
@@ -301,15 +298,16 @@ def _geometry_of(steps: list[Any], *, as_tensor: bool) -> tuple[Geometry, tuple[
 
 
 def _is_bilinear(step: Any, *, as_tensor: bool) -> bool:
-    """Returns whether a step is bilinear, with known arithmetic: no for old classes on tensors, and without
-    antialiasing."""
+    """Returns whether a step is bilinear, with known arithmetic."""
+    # Not known: old classes on tensors, and tensors without antialiasing.
     if as_tensor and (step.antialias is not True or not isinstance(step, v2.Transform)):
         return False
+    # 2 is Pillow's number of bilinear.
     return step.interpolation in (InterpolationMode.BILINEAR, "bilinear", 2)
 
 
 def _tabulated(steps: list[Any]) -> torch.Tensor | None:
-    """Returns the per-value steps' result for every value, by channel: they are run, not imitated."""
+    """Returns the result of the user's own per-value steps for every value, by channel."""
     from PIL import Image
 
     ramp = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)

@@ -167,7 +167,7 @@ class GradientHooks:
         parameter.grad = None if is_converted else moved
 
     def _put(self, work: GradientStep, number: int, position: int, parameter: Tensor) -> None:
-        # One scale for the whole step, that of its first gradient: update() may run before the step ends.
+        # One scale for the whole step: `LossScale.stepped` may move it before the last gradient is gathered.
         if work.is_untouched:
             work.scale = self._scale.unscale
         work.put(number, position, self._gradient_of(parameter))

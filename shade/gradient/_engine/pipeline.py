@@ -73,8 +73,8 @@ class _Stages:
         everything = range(len(bucket_states))
         # One fixed order, whatever order the backward pass fills the buckets in, so that ranks never wait crosswise and
         # two runs do the same. Back layers come first, because the backward pass usually fills them first. A round of
-        # counts for each bucket overlaps its exchange with the rest of the backward pass. With staleness 1 the
-        # next forward pass hides the exchange, and one round of counts serves all buckets.
+        # counts for each bucket overlaps its exchange with the rest of the backward pass. With staleness 1 the next
+        # forward pass hides the exchange, and one round of counts serves all buckets.
         self._compress_order = tuple(reversed(everything))
         self._rounds = (tuple(everything),) if is_late else tuple((number,) for number in reversed(everything))
         self._packed: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()

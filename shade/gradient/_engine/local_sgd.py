@@ -210,7 +210,7 @@ class DiLoCo:
             self._all_reduce.vote(work, 0.0)
         except Exception as error:
             for number in work.chosen:
-                # Every rank keeps its own weights: the next synchronisation measures the distance anew, with this part in it.
+                # Every rank keeps its own weights: the next synchronisation measures the whole distance anew.
                 self._bucket_states[number].feedback.undo()
             work.add_cause(error)
             raise

@@ -4,10 +4,8 @@
 
     magic "SHDG" · version · flags · fields of `MessageHeader` · both lengths · xxh3-64 of all else │ indices │ values
 
-The decoder trusts nothing before the checksum over all other bytes matches, and no length that does not fit the bytes
-received. So it allocates a few times the received bytes, whatever a header claims. A message for another bucket,
-version or format raises `PayloadError`; none decodes to something else in silence. The checksum guards against lines
-and bugs, not against people: the transport decides who may join a group.
+The decoder allocates a few times the received bytes, whatever a header claims. The checksum guards against lines and
+bugs, not against people: the transport decides who may join a group.
 
 Ascending indices are encoded as gaps, in three streams one behind the other::
 
@@ -15,10 +13,9 @@ Ascending indices are encoded as gaps, in three streams one behind the other::
     middle   uint16 × n    gaps below 65536
     wide     uint32 × m    all others
 
-That is 1.15 bytes an index at one kept element in a hundred, 2.6 at one in a thousand, never more than 5 (escapes in
-place: 1.31 and 4.1; the entropy is 1.02). With streams the length follows from counting two values among the codes, so
-it is checked before decoding, and numpy needs no loop. The first gap counts from zero, later ones from the previous
-index + 1. So whatever decodes is ascending and distinct.
+That is 1.15 bytes an index at one kept element in a hundred, 2.6 at one in a thousand, never more than 5 (escapes
+among the codes: 1.31 and 4.1; the entropy is 1.02). The first gap counts from zero, later ones from one behind the
+previous index. So whatever decodes is ascending and distinct.
 
 Legend: D bucket · K kept.
 """
@@ -147,6 +144,7 @@ def _read_header(octets: Octets) -> tuple[MessageHeader, int]:
     generation, step, bucket, size, count, weight, density, name, effective_step, num_indices, num_values = numbers
     if len(octets) != HEADER_BYTES + num_indices + num_values:
         raise PayloadError.of(f"{HEADER_BYTES + num_indices + num_values} bytes, as the header says", len(octets), cure)
+    # No number but the lengths is used before the checksum over all other bytes matches.
     (sent,) = _CHECKSUM.unpack_from(octets.data, _FIELDS.size)
     found = _digest(octets)
     if sent != found:
@@ -163,7 +161,6 @@ def _read_header(octets: Octets) -> tuple[MessageHeader, int]:
 
 
 def _digest(data: Octets) -> int:
-    """Hashes all bytes except the checksum's own."""
     state = xxhash.xxh3_64()
     state.update(data[: _FIELDS.size].data)
     state.update(data[HEADER_BYTES:].data)
@@ -196,6 +193,7 @@ def decode(data: Octets, count: int, size: int = 2**32) -> Places:
     # A code has at least a byte an index, so this bounds all that is allocated below.
     if not 0 <= count <= len(data):
         raise PayloadError.of(f"at least a byte for each of {count} indices", len(data), "sender and receiver differ")
+    # The length follows from counting two values among the codes, so it is checked before decoding.
     codes_K = data[:count]
     num_middle, num_wide = int(np.count_nonzero(codes_K == MIDDLE)), int(np.count_nonzero(codes_K == WIDE))
     start = count + 2 * num_middle

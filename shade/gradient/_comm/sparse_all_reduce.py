@@ -3,22 +3,15 @@
 1. *Counts.* Every rank sends a few int64 fields: its step, the samples of its gradient, whether the gradient is
    finite, the lengths of its payloads. All ranks see the same fields, so they draw the same conclusion: a NaN, another
    step or another version on any rank ends the step on all of them, before a payload is sent.
-2. *Payloads*, one message a bucket, padded to the longest. All gathers start at once, so the link is busy while a
-   received payload is checked and merged, in the order of the ranks.
+2. *Payloads*, one message a bucket, padded to the longest, merged in the order of the ranks.
 3. *Vote.* A payload may arrive damaged at one rank only. So all ranks send whether theirs were whole, and apply the
-   merged step only if all were. That costs one round trip a step; without it replicas could diverge. A rank votes
-   after it has checked what the script did since the last step, so a refusal on one rank reaches all with the vote.
+   merged step only if all were. That costs one round trip a step; without it replicas could diverge.
 
 One case remains: a rank that is lost during the vote may leave some ranks with all votes and others without, one step
-apart. All of them fail in this step or the next. A rank without votes keeps the merged step; an `ElasticEngine`
-compares steps first and catches up.
+apart. All of them fail in this step or the next; an `ElasticEngine` compares steps first and catches up.
 
-Rank 0's proposal for density and batch sizes travels in the counts, so all ranks know it at the same step. So do
-notices about the membership.
-
-The merge is the mean weighted by samples, as training on one machine would use. Float addition depends on its order,
-so the order is part of the result: every rank adds the same parts in rank order, starting from zero, without fusing a
-product into a sum. So all hold the same bits on any processor.
+The merge is the mean weighted by samples, as training on one machine would use. All ranks hold the same bits, on any
+processor.
 
 Legend: D bucket · K kept · W world · P peers · N fields · B buckets.
 """
@@ -115,13 +108,13 @@ class SparseAllReduce:
         A damaged payload is recorded in ``work.damage``, and its bucket is returned empty; the others continue.
         """
         places = zip(numbers, lengths, strict=True)
+        # All gathers start at once, so the link is busy while a received payload is checked and merged.
         pending = [self._topology.exchange(work.payloads[number], lengths_P) for number, lengths_P in places]
         return [self._merge(work, *each, weights_P) for each in zip(numbers, pending, strict=True)]
 
     def vote(self, work: GradientStep, norm: float) -> float:
-        """Phase 3; returns rank 0's norm, because all ranks must clip by the same one, and a sum's last bit depends on
-        the processor. Raises `PayloadError` on all ranks if one received a damaged payload, `GradientError` if one
-        refused the step after its counts.
+        """Phase 3; returns rank 0's norm. Raises `PayloadError` on all ranks if one received a damaged payload,
+        `GradientError` if one refused the step after its counts.
         """
         norm_bits = int(np.float64(norm).view(np.int64))
         fields_WN = self._topology.gather_fields(
@@ -136,13 +129,12 @@ class SparseAllReduce:
                 f"expected whole payloads in step {work.step}, got a damaged one on rank "
                 f"{', '.join(map(str, bad.tolist()))}{cause}; no rank applied it; the residuals keep what was sent"
             )
+        # All ranks must clip by the same norm, and a sum's last bit depends on the processor.
         return float(fields_WN[0, 4:].view(np.float64)[0])
 
     def _failure(self, work: GradientStep, failed_W: npt.NDArray[np.bool_]) -> Exception:
-        """Returns the error of a step that failed on some ranks: this rank's own refusal, or what another rank's was.
-
-        Collective: all ranks know that the step failed, so all call this.
-        """
+        """Returns the error of a step that failed on some ranks: this rank's own refusal, or another's. Collective."""
+        # All ranks know from the fields that the step failed, so all come here.
         own = work.own_failure
         causes = self._topology.world.gather_messages("" if own is None else f"{type(own).__name__}: {own}")
         if isinstance(own, ConfigError):
@@ -167,7 +159,6 @@ class SparseAllReduce:
         return np.array(fields, dtype=np.int64)
 
     def _check_same_step(self, all_WN: Indices, work: GradientStep, numbers: Sequence[int]) -> None:
-        """Checks that all ranks are in one step. They see the same fields, so all come to the same answer."""
         names = ("protocol", "generation", "step", "bucket")
         ours = (PROTOCOL, self._topology.world.generation, work.step, numbers[0])
         for column, name in enumerate(names):
@@ -191,7 +182,6 @@ class SparseAllReduce:
         )
 
     def _merge(self, work: GradientStep, number: int, arrive: PendingGather, weights_P: Sequence[float]) -> Sparse:
-        """Waits for one bucket's payloads and merges them."""
         payloads = arrive()
         started = time.perf_counter()
         size = self._part_size(number)
@@ -243,6 +233,8 @@ def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:
         raise PayloadError.of("parts of one bucket", sizes, "give every rank the same model and bucket size")
     if len(parts) == 1:
         return parts[0]
+    # Float addition depends on its order, so the order is part of the result: every rank adds in rank order, starting
+    # from zero, without fusing a product into a sum.
     indices = np.concatenate([part.indices_K for part in parts])
     values = np.concatenate([part.values_K for part in parts])
     ends_W = np.cumsum([part.count for part in parts], dtype=np.int64)

@@ -1,10 +1,5 @@
 """Holds one step's gradient on its way through the pipeline: what each stage leaves for the next, and how it ended.
 
-The engine makes a step before the backward pass, its hooks fill it bucket by bucket, and `GradientEngine.step` seals
-it. Two threads (`_engine.pipeline`) carry it through the states of `StepState`; every waiting thread waits for a
-state. A bucket has two events of its own, since buckets overlap: ``ready`` (all its gradients are here) and ``packed``
-(picked and encoded).
-
 Invariant: the state only advances, along the arrows of `StepState`; any other change raises.
 """
 
@@ -97,6 +92,7 @@ class GradientStep:
         self.gradients: list[list[Tensor | None]] = [[None] * size for size in sizes]
         self._missing = list(sizes)
         self._taken: list[set[int]] = [set() for _ in sizes]
+        # Events of each bucket, since buckets overlap: all its gradients are here; it is picked and encoded.
         self.ready = [threading.Event() for _ in sizes]
         self.packed = [threading.Event() for _ in sizes]
         self.sealed = threading.Event()

@@ -1,22 +1,19 @@
 """Defines the path of a gradient between the ranks: directly, or summed inside each node first.
 
 A topology says which part of a bucket this rank is responsible for, which peers it exchanges that part with, and how
-the merged parts become a bucket again. The pipeline does not know how many nodes there are. Inside a node gradients
-are summed densely; between nodes only chosen elements travel::
+the merged parts become a bucket again. Inside a node gradients are summed densely; between nodes only chosen elements
+travel::
 
     node 0: rank 0 rank 1      node 1: rank 2 rank 3
        1. dense sum over the node; each rank keeps one part (reduce-scatter, fast link)
             part 0 part 1               part 0 part 1
-       2. each part: residual, choice, payload; exchanged with the rank of the same place on the other nodes (slow link)
+       2. each part: residual, choice, payload; exchanged with the same part's rank on the other nodes (slow link)
             0 ↔ 2   1 ↔ 3
        3. the node assembles the merged parts (all-gather of sparse parts, fast link)
 
-Each rank has a residual for its own part only: one bucket's memory per node, and the ranks share the compression. The
-slow link carries one payload per node and part, whatever the number of ranks in a node. Ranks are numbered node by
+The slow link carries one payload per node and part, whatever the number of ranks in a node. Ranks are numbered node by
 node, as torchrun does; every node has the same number. A part's length is a multiple of 16 elements (a cache line), so
 the last part may be shorter, or empty.
-
-One thread calls `begin` and `reduce`, another all other collectives; each in the same order on all ranks.
 
 Invariants: after `assemble`, every rank of the world holds the same merged bucket, bit for bit. With density 1 the
 result is the weighted mean over all ranks, in either topology.
@@ -86,9 +83,7 @@ class Topology(ABC):
 
     @abstractmethod
     def assemble(self, merged: Sparse, size: int) -> Sparse:
-        """Assembles a bucket of ``size`` elements from the node's merged parts, whose indices count from the part's
-        beginning.
-        """
+        """Assembles a bucket of ``size`` elements from the node's merged parts; indices count from a part's start."""
 
     @abstractmethod
     def close(self) -> None:
@@ -172,6 +167,7 @@ class NodeTopology(Topology):
         def transport(members: Sequence[int]) -> Transport:
             return Transport(ranks=members, timeout_seconds=timeout_seconds, generation=generation)
 
+        # Two groups inside the node: one thread calls `begin` and `reduce`, another all other collectives.
         self._reducing, self._local, self._across = transport(beside), transport(beside), transport(across)
 
     @property

@@ -1,12 +1,8 @@
 """Wraps a gloo group: the few collectives that gradients need, each of which ends within a timeout.
 
-`Transport` has a group of its own, so its collectives never meet the trainer's. Each ends within the timeout, with its
-result or with `PeerLostError`. A dead rank breaks the connection and is noticed at once; a stopped one, or one behind
-a cut line, is noticed by its silence.
-
-After the first failure the group is unusable, so every later call fails at once with the same message.
-`_elastic.membership` makes another transport over the survivors, with the next generation. Messages name their
-generation, so a late one of the old group is never taken for one of the new.
+A dead rank breaks the connection and is noticed at once; a stopped one, or one behind a cut line, is noticed by its
+silence. After the first failure the group is unusable. `_elastic.membership` makes another transport over the
+survivors, with the next generation.
 
 Cost of a group of its own: W² connections. Ranks that wait for one another elsewhere (one evaluates, the others wait
 in the next step) need a timeout longer than that.
@@ -205,9 +201,7 @@ class Transport:
     def _run(self, collective: Callable[[], _T], begun: float | None = None) -> _T:
         """Runs a collective; any failure of the backend becomes `PeerLostError`, for this and all later calls.
 
-        Time counts from ``begun`` if the collective started earlier; overlapping time counts once. The backend's error
-        is quoted, not chained: its traceback would keep the group alive, and the end of a rank's connections is what
-        shows the others that it has given up.
+        Time counts from ``begun`` if the collective started earlier.
         """
         if self._lost is not None:
             raise self._error()
@@ -215,10 +209,13 @@ class Transport:
         try:
             return collective()
         except (RuntimeError, ValueError) as error:
+            # Quoted, not chained: its traceback would keep the group alive, and the end of a rank's connections is what
+            # shows the others that it has given up.
             self._lost = reason_of(error)
             self._under_way.clear()
         finally:
             ended = time.perf_counter()
+            # Overlapping time counts once.
             self.seconds += ended - max(started, self._counted_until)
             self._counted_until = ended
         raise self._error()

@@ -1,16 +1,11 @@
 """Packs parameters into flat buckets: one array to compress, one message to send, one step to apply.
 
-A network has hundreds of tensors, most of them small; a message each would cost a round trip each. So the parameters
-of one optimizer group are packed, in the order of the model, into buckets of some megabytes. Short parameters (biases,
-norms) share a bucket that is always sent whole: they are a thousandth of the bytes, and dropped elements hurt most
-there.
+A network has hundreds of tensors, most of them small; a message each would cost a round trip each.
 
 float32 parameters on the CPU lie in their bucket's memory: a sparse step changes them in place, without a copy. All
 others (on a device, or of another type) have float32 *master weights* in the bucket. The step changes the master
-weights, and `Bucket.publish` copies the changed places to the parameters. What a script changes in place between two
-steps (``p.data.clamp_()``) `Bucket.take_changes` copies to the master weights. A parameter keeps its strides, so
-``channels_last`` survives. It has a storage of its own, a part of the bucket's: ``torch.save`` of a layer writes that
-layer.
+weights, and `Bucket.publish` copies the changed elements to the parameters. What a script changes in place between two
+steps (``p.data.clamp_()``) `Bucket.take_changes` copies to the master weights.
 
 Invariant: after `publish`, every parameter equals its part of `Bucket.weights_D`, rounded to its own type.
 
@@ -69,6 +64,7 @@ class Bucket:
         """The offset of each parameter in the bucket."""
         self.size = sum(sizes)
         """D."""
+        # Strides are kept, so that ``channels_last`` survives.
         self._layouts = [_layout(parameter) for parameter in self.parameters]
         first = self.parameters[0]
         self.device, self.dtype = first.device, first.dtype
@@ -80,6 +76,7 @@ class Bucket:
         self._published: Tensor | int | None = None
         """A checksum of the parameters as they were published, on their device; None: unknown."""
         home_D = self.weights_D if self._remote_D is None else self._remote_D
+        # A storage of its own, a part of the bucket's, so that ``torch.save`` of a layer writes that layer.
         self._homes = [_with_own_storage(view) for view in self.views(home_D)]
         """The memory of each parameter."""
         self._bindings = [_binding(home) for home in self._homes]
@@ -97,12 +94,11 @@ class Bucket:
     def rebind(self) -> None:
         """Moves parameters that other code has bound to other memory back into the bucket, with their new values.
 
-        ``p.data = …``, `vector_to_parameters` and ``model.to(memory_format=…)`` do that: a step would miss them. So
-        does a transposed view of the same memory.
-
         Raises:
             ConfigError: One has another shape, type or device now.
         """
+        # ``p.data = …``, `vector_to_parameters` and ``model.to(memory_format=…)`` bind a parameter to other memory: a
+        # step would miss it. So would it miss a transposed view of the same memory, whose strides differ.
         moved = [
             place
             for place, (parameter, binding) in enumerate(zip(self.parameters, self._bindings, strict=True))
@@ -128,6 +124,7 @@ class Bucket:
         if self._remote_D is None or (self._published is not None and bool(self._published == self._checksum())):
             return
         now_D = self._remote_D.to("cpu")
+        # Where the parameter is its master weight, rounded, the script changed nothing: the exact value stays.
         torch.where(now_D == self.weights_D.to(self.dtype), self.weights_D, now_D.float(), out=self.weights_D)
 
     def _checksum(self) -> Tensor | int:
@@ -137,9 +134,7 @@ class Bucket:
         return self._remote_D.view(_INTEGERS[self.dtype.itemsize]).sum(dtype=torch.int64)
 
     def gather(self, gradients: Sequence[Tensor | None], out_D: Tensor, scale: float = 1.0) -> None:
-        """Copies gradients, of any floating type and device, into float32 (D,), times ``scale``; a missing one is
-        zero.
-        """
+        """Copies gradients, of any type and device, into float32 (D,), times ``scale``; a missing one is zero."""
         with torch.no_grad():
             for gradient, view in zip(gradients, self.views(out_D), strict=True):
                 if gradient is None:
@@ -210,6 +205,7 @@ def plan_buckets(
             if not parameter.requires_grad or not parameter.numel():
                 continue
             _check(parameter, known.get(parameter, str(position - 1)))
+            # Biases and norms are a thousandth of the bytes, and dropped elements hurt most there: they are sent whole.
             is_short = parameter.ndim < 2 or parameter.numel() < short
             kind = (group, parameter.device, parameter.dtype, is_short, (steps or {}).get(parameter, 0))
             pack = packs[open_packs[kind]][3] if kind in open_packs else []
@@ -241,7 +237,6 @@ def _check(parameter: torch.nn.Parameter, name: str) -> None:
 
 
 def _binding(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Returns where a tensor's elements lie: the address of the first, and the strides."""
     return tensor.data_ptr(), tensor.stride()
 
 

@@ -2,16 +2,9 @@
 
 The sum never exists on its own: one pass over the bucket adds, picks and keeps, because memory traffic is the cost
 (three streams of four bytes an element, as ``residual += gradient``). The pass writes what is kept to a second buffer,
-not over the old residual. A distributed step needs that: it has not happened until all ranks agree. After a NaN on
-another rank, a lost peer or a skipped step, the old residual is still there, bit for bit.
+so that the old residual is still there, bit for bit, if the step fails on any rank.
 
-Every choice is a function of the arguments. Random numbers come from a counter (`Key`), so a resumed run, or a second
-pass over the same step, picks the same elements.
-
-`Sparse` is the result that compressors make, messages carry, the merge adds up and optimizers apply. Its indices
-ascend: that makes the index code short, the merge a pass along lists, and the optimizer's memory accesses run forward.
-The maker of a `Sparse` guarantees the order; only the message decoder checks it, since a check at every hand-over
-would cost more than the work.
+Every choice is a function of the arguments, so a resumed run picks the same elements.
 
 Invariant: ``gradient + residual == picked + rest``, in float32, bit for bit.
 
@@ -114,7 +107,8 @@ def check_finite(sum_D: Floats) -> None:
     """Raises `NonFiniteGradientError` if an array holds NaN or infinity."""
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(np.add.reduce(sum_D, initial=np.float32(0)))
-    if not math.isfinite(total) and not np.isfinite(sum_D).all():  # finite values may add up to infinity
+    # Finite values may add up to infinity.
+    if not math.isfinite(total) and not np.isfinite(sum_D).all():
         raise non_finite()
 
 
@@ -130,6 +124,9 @@ COMPRESSORS: Registry[Compressor] = Registry("compressor")
 """Maps a name to a class. Importing `shade.gradient` fills it."""
 
 
+# Ascending indices make the index code short and the merge a pass along lists, and the optimizer's memory accesses run
+# forward. The maker guarantees the order; only the message decoder checks it, since a check at every hand-over would
+# cost more than the work.
 @dataclass(frozen=True)
 class Sparse:
     """The chosen elements of a bucket; all others are zero."""

@@ -3,18 +3,14 @@
 Behind a sparse exchange an optimizer sees an element once in many steps, as the sum of what it missed. Momentum comes
 too late then, and Adam divides a sum of 33 gradients by the size of such sums: their common part counts for a fifth of
 what it does in dense training. So the moments live here, on every rank, which sees all of its own gradients. The
-corrected gradient adds up in the residual, is picked, sent and averaged. The optimizer behind only multiplies by the
-learning rate.
+optimizer behind only multiplies by the learning rate.
 
 ====================  ==============================================================================================
-`MomentumCorrection`  ``u ← m·u + g``; u becomes 0 where an element was picked, since what was sent has no momentum
-                      left (Deep Gradient Compression, §3.2 and §3.3)
+`MomentumCorrection`  ``u ← m·u + g``; u becomes 0 where an element was picked (Deep Gradient Compression, §3.2 and
+                      §3.3)
 `AdamCorrection`      Adam's two moments of this rank's gradient, and ``m̂ / (√v̂ + ε)`` in place of the gradient
-                      (Efficient-Adam, algorithm 1; the moments stay when an element is picked). Without a first
-                      moment by default: the residual averages already
+                      (Efficient-Adam, algorithm 1; the moments stay when an element is picked)
 ====================  ==============================================================================================
-
-New moments go to a second buffer, so that a cancelled step can be undone, bit for bit.
 
 Cost in float32 buffers of the bucket's size: two with momentum, three with Adam, five with a first moment.
 
@@ -60,9 +56,7 @@ class Correction(ABC):
 
     @abstractmethod
     def correct(self, moments: Tensors, gradient_D: Tensor) -> tuple[Tensor, Tensors]:
-        """Corrects a gradient in torch's operations, on any device; returns it and the new moments, and changes
-        nothing.
-        """
+        """Returns a corrected gradient and the new moments, by torch's operations on any device; changes nothing."""
 
     @abstractmethod
     def forget(self, moments: Tensors, places_K: Tensor) -> None:
@@ -111,6 +105,7 @@ class MomentumCorrection(Correction):
 
     @override
     def forget(self, moments: Tensors, places_K: Tensor) -> None:
+        # What was sent has no momentum left.
         moments["velocity"][places_K] = 0
 
     @override
@@ -183,6 +178,7 @@ class CorrectionMemory(ABC):
     def __init__(self, size: int, correction: Correction | None = None) -> None:
         self.size, self.correction = size, correction
         self._names = () if correction is None else correction.names
+        # New moments go to the second ones, so that a cancelled step can be undone, bit for bit.
         self._arrays, self._others = ([aligned_zeros(size) for _ in self._names] for _ in range(2))
 
     @abstractmethod
@@ -278,9 +274,7 @@ def make_correction_memory(correction: Correction | None, size: int) -> Correcti
 
 
 def read_array(state: Mapping[str, Any], name: str, size: int) -> Floats:
-    """Reads a float32 array (size,) of a bucket's state, zeros if the key is missing; `StateMismatchError` if it does
-    not fit.
-    """
+    """Reads a float32 array (size,) of a bucket's state, zeros without the key; `StateMismatchError` if unfit."""
     if name not in state:
         return np.zeros(size, dtype=np.float32)
     array_D: Floats = torch.as_tensor(state[name]).detach().to("cpu", torch.float32).numpy()
@@ -293,5 +287,4 @@ def read_array(state: Mapping[str, Any], name: str, size: int) -> Floats:
 
 
 def _steps_of(state: Mapping[str, Any]) -> int:
-    """Returns the number of gradients that a state's moments have seen; 0 if the state does not say."""
     return int(torch.as_tensor(state[STEPS]).reshape(-1)[0]) if STEPS in state else 0

@@ -1,13 +1,10 @@
 """Runs error feedback on an accelerator, in torch's operations, so that only picked elements cross to the host.
 
-A bucket of 100 MB takes milliseconds to cross to the host, a hundredth of it next to nothing. So sum, threshold and
-choice happen on the device, and the K picked elements cross in one copy each. The device has bandwidth to spare, so
-the passes are not fused: add, score, compare, gather. The threshold is a sample's percentile, as in
-`_compress.threshold`: too many elements are cut to the wanted number, too few are picked again exactly.
+A bucket of 100 MB takes milliseconds to cross to the host, a hundredth of it next to nothing. The device has bandwidth
+to spare, so the passes are not fused: add, score, compare, gather.
 
-Methods, bookkeeping and state are those of `_compress.error_feedback.ErrorFeedback`: the old residual stays until the
-step has happened, a non-finite gradient changes nothing, and each class loads the other's state. The picked elements
-may differ from the CPU's, since the samples differ.
+Methods, bookkeeping and state are those of `_compress.error_feedback.ErrorFeedback`, and each class loads the other's
+state. The picked elements may differ from the CPU's, since the samples differ.
 
 Cost: three synchronisations a bucket. Two float32 of the bucket's size on the device, four with momentum, six with
 Adam.
@@ -77,10 +74,12 @@ class DeviceErrorFeedback:
             raise non_finite()
         places_K = self._pick(rest_D, density, key)
         values_K = rest_D[places_K].cpu()
+        # Rounded on the host: the values cross anyway, and the bits are those of the CPU's quantiser.
         seen = self.quantiser.decode(self.quantiser.encode(values_K.numpy()), len(values_K))
         rest_D[places_K] = (values_K - torch.from_numpy(seen)).to(self.device)
         if self.correction is not None:
             self.correction.forget(moments, places_K)
+        # The old residual stays until the step has happened; a non-finite gradient has changed nothing so far.
         self._before = self._residual_D, self._moments
         self._residual_D, self._moments = rest_D, moments
         return Sparse(places_K.cpu().numpy().astype("uint32"), seen, self.size)
@@ -116,7 +115,6 @@ class DeviceErrorFeedback:
             self._moments = self.correction.merged(self._moments, moments)
 
     def _read(self, state: Mapping[str, Any]) -> tuple[torch.Tensor, Tensors]:
-        """Returns copies of the residual and the moments of a state."""
         if "residual" not in state:
             raise StateMismatchError.of("a residual", sorted(state), "pass what state_dict() returned")
         moments = {} if self.correction is None else self.correction.read(state, self.size)
@@ -162,6 +160,7 @@ def _over_threshold(score_U: torch.Tensor, wanted: int, tolerance: float, key: K
         threshold = torch.topk(sample, tail, sorted=False).values.amin()
         units = torch.nonzero((score_U >= threshold) & (score_U > 0)).view(-1)
         if len(units) > wanted * (1 + tolerance):
+            # Too many: cut to the wanted number. Too few: picked again below, exactly.
             return units[torch.topk(score_U[units], wanted, sorted=False).indices.sort().values]
         if len(units) >= wanted * (1 - tolerance):
             return units

@@ -1,14 +1,11 @@
 """Keeps the residual of one bucket on one rank: what was not sent is added to the next gradient.
 
-An element that is small for many steps adds up until it is picked: everything is sent, some of it late. The invariant
-is one of bookkeeping: **the sum of all that was sent and of what is kept is the sum of all gradients**. It also holds
-when values were rounded, a payload was lost, a rank left, or a run resumed from a snapshot.
+Invariant: **the sum of all that was sent and of what is kept is the sum of all gradients**. It also holds when values
+were rounded, a payload was lost, a rank left, or a run resumed from a snapshot.
 
 A step ends in one of three ways. Usually the payload arrives, and nothing is left to do. If the payload did not arrive
 but the step counts, `absorb` adds it to the residual again. If the step is cancelled (a NaN on some rank, a GradScaler
-that skips), `undo` restores the residual bit for bit: it is still in the second buffer.
-
-Before it is added a gradient may be corrected, see `_compress.correction`.
+that skips), `undo` restores the residual bit for bit.
 
 Cost: two float32 buffers of the bucket's size, and the correction's moments.
 
@@ -42,10 +39,7 @@ def check_size(sparse: Sparse, size: int) -> None:
 
 
 def _hold(picked: Sparse, held: Sequence[slice], rest_D: Floats) -> Sparse:
-    """Puts the picked elements of some parts back into the rest; returns the others.
-
-    That comes before they are rounded: int8 has one scale for neighbours in the message.
-    """
+    """Puts the picked elements of some parts back into the rest; returns the others."""
     is_sent_K = np.ones(picked.count, dtype=bool)
     for part in held:
         first, last = np.searchsorted(picked.indices_K, (part.start, part.stop))
@@ -101,9 +95,11 @@ class ErrorFeedback:
         """
         added_D = self._as_float32(gradient_D)
         check(added_D, self._residual_D, self._other_residual_D, density)
-        self._is_undoable = False  # the second buffers are overwritten from here on
+        # The second buffers are overwritten from here on.
+        self._is_undoable = False
         added_D = self._memory.correct(added_D)
         picked = self.compressor.select(added_D, self._residual_D, self._other_residual_D, density, key)
+        # Before they are rounded: int8 has one scale for neighbours in the message.
         picked = _hold(picked, held, self._other_residual_D)
         seen_K = self.quantiser.decode(self.quantiser.encode(picked.values_K), picked.count)
         prepare().keep_lost(self._other_residual_D, picked.indices_K, picked.values_K, seen_K)
@@ -113,9 +109,7 @@ class ErrorFeedback:
         return Sparse(picked.indices_K.copy(), seen_K, self.size)
 
     def undo(self) -> None:
-        """Reverts the last `compress`: drops its gradient and restores the residual. Another call in between raises
-        `ConfigError`.
-        """
+        """Reverts the last `compress`, gradient and residual; after another call in between raises `ConfigError`."""
         if not self._is_undoable:
             raise ConfigError.of("a compress() to undo", "none", "undo each compress() at most once")
         self._swap()
@@ -139,9 +133,7 @@ class ErrorFeedback:
         self._is_undoable = False
 
     def merge_from(self, state: Mapping[str, Any]) -> None:
-        """Adds the state of another rank: one that has left, or one of a larger world; `StateMismatchError` changes
-        nothing.
-        """
+        """Adds the state of a rank that has left, or of a larger world; `StateMismatchError` changes nothing."""
         residual_D, moments = self._read(state)
         self._residual_D += residual_D
         self._memory.merge(moments)
@@ -152,13 +144,11 @@ class ErrorFeedback:
         self._memory.swap()
 
     def _read(self, state: Mapping[str, Any]) -> tuple[Floats, Tensors]:
-        """Returns the residual and the moments of a state."""
         if "residual" not in state:
             raise StateMismatchError.of("a residual", sorted(state), "pass what state_dict() returned")
         return read_array(state, "residual", self.size), self._memory.read(state)
 
     def _as_float32(self, gradient_D: torch.Tensor | Floats) -> Floats:
-        """Returns the gradient as float32, in scratch memory where it is narrower."""
         if isinstance(gradient_D, np.ndarray):
             return gradient_D
         if gradient_D.device.type != "cpu":

@@ -1,14 +1,12 @@
 """Defines a quantiser: it encodes values in fewer bytes, and decodes what the receiver will see.
 
-`_compress.error_feedback` keeps the rounding errors in the residual. So a quantiser need not be unbiased, only
-deterministic (round to nearest, ties to even) and within half a step.
+The residual keeps the rounding errors. So a quantiser need not be unbiased, only deterministic (round to nearest, ties
+to even) and within half a step.
 
 ========  ==============================================================================================
 ``none``  4 bytes a value: float32, exact. For comparisons, and for links that are not the bottleneck
-``bf16``  2 bytes: float32 rounded to bfloat16. The whole exponent remains, so no scale is sent. A value
-          that would round up to infinity becomes the largest finite value
-``int8``  1.016 bytes: int8 and one float32 scale (largest magnitude / 127) for each 256 values. Neighbours
-          in a payload mostly belong to one row of one layer, so their magnitudes are similar. Values below
+``bf16``  2 bytes: float32 rounded to bfloat16. The whole exponent remains, so no scale is sent
+``int8``  1.016 bytes: int8 and one float32 scale (largest magnitude / 127) for each 256 values. Values below
           half a step become 0. Layout: scales, float32 little-endian; then values, int8
 ========  ==============================================================================================
 
@@ -86,6 +84,7 @@ class BFloat16(Quantiser):
         return 2 * count
 
     def encode(self, values_K: Floats) -> Octets:
+        # A value that would round up to infinity becomes the largest finite value.
         short_K = torch.from_numpy(values_K).clamp(-_LARGEST, _LARGEST).to(torch.bfloat16).view(torch.int16).numpy()
         return short_K.astype("<i2", copy=False).view(np.uint8)
 
@@ -95,6 +94,7 @@ class BFloat16(Quantiser):
         return wide_K.view(np.float32)
 
 
+# Neighbours in a payload mostly belong to one row of one layer, so their magnitudes are similar.
 _BLOCK = 256
 _MOST = np.float32(127)
 

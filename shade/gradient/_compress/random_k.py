@@ -1,9 +1,4 @@
-"""Picks elements at random: a lower bound for comparisons.
-
-One element is drawn from each of K equal stretches of the bucket. So the indices ascend and are distinct without
-sorting, and each element has the same chance, K / D. Values are not scaled by D / K: error feedback keeps what was not
-drawn.
-"""
+"""Picks elements at random: a lower bound for comparisons. Each element has the same chance, K / D."""
 
 from __future__ import annotations
 
@@ -34,6 +29,7 @@ class RandomK(Compressor):
             raise non_finite()
         places = draw_places(gradient_D.size, density, key)
         values_K = rest_D[places]
+        # Values are not scaled by D / K: error feedback keeps what was not drawn.
         rest_D[places] = 0
         return Sparse(places.astype(np.uint32), values_K, gradient_D.size)
 
@@ -41,6 +37,7 @@ class RandomK(Compressor):
 def draw_places(size: int, density: float, key: Key) -> Indices:
     """Draws one index from each of K equal stretches, ascending."""
     count = wanted_count(size, density)
+    # One from each stretch: so the indices ascend and are distinct without sorting.
     edges = np.arange(count + 1, dtype=np.int64) * size // max(count, 1)
     rng = np.random.Generator(np.random.Philox(key=key.draw(2**64)))
     places: Indices = edges[:-1] + (rng.random(count) * np.diff(edges)).astype(np.int64)

@@ -1,10 +1,8 @@
 """Picks what is above a threshold, and finds the threshold from a sample of the bucket.
 
 To pick one element in a hundred needs no sort of the bucket: the percentile of a small sample (every n-th cache line
-from a random start) is close. The sample is fresh at every step: with error feedback the sum grows and is emptied at
-the threshold, so an old threshold says little. (Published thresholds that move by a fixed increment fell behind for
-hundreds of steps, then sent the head of each tensor only: decision 0015.) The sum is written apart from the old
-residual, so a pass can be repeated. That makes the count a guarantee:
+from a random start) is close. A pass can be repeated, since the sum is written apart from the old residual. That makes
+the count a guarantee:
 
 1. The sample is large enough for the count to be within its tolerance nearly always.
 2. Too many: the smallest picked ones are put back until the wanted number is left.
@@ -12,14 +10,12 @@ residual, so a pass can be repeated. That makes the count a guarantee:
 4. Still not: exactly, by partitioning all magnitudes. That takes ten times as long, on data with millions of equal
    values. Small buckets start here.
 
-NaN and infinity are above every threshold, so only the picked values need a check.
-
 ================  =================================================================================================
 ``threshold-v``   Single elements: the exact top-k for its own count; the count is off by up to a tenth
-``threshold-v16`` Cache lines of 16 elements by energy. Picking needs only vector adds, an index costs a sixteenth,
-                  the optimizer touches 1/16 of the lines. It captures 0.9 of the energy of single elements on real
-                  networks' gradients, 0.6 on independent noise (decision 0015). Energy is the sum of squares: no
-                  other lines hold more of it. Lines below 1e-13 of the largest element may count as empty
+``threshold-v16`` Cache lines of 16 elements by energy, the sum of squares. Picking needs only vector adds, an index
+                  costs a sixteenth, the optimizer touches 1/16 of the lines. It captures 0.9 of the energy of single
+                  elements on real networks' gradients, 0.6 on independent noise (decision 0015). Lines below 1e-13
+                  of the largest element may count as empty
 ``topk``          The exact top-k: no tolerance; the sample is set to pick too many, and the smallest are put back
 ================  =================================================================================================
 
@@ -98,22 +94,25 @@ class ThresholdCompressor(Compressor):
         num_units = -(-gradient_D.size // self.unit)
         for attempt, most in enumerate(_LARGEST_SAMPLES):
             stride = self._stride(gradient_D.size, wanted / num_units, most)
+            # Anew at every step: with error feedback the sum grows and is emptied at the threshold, so an old threshold
+            # says little. Published ones that move by a fixed increment fell behind for hundreds of steps, then sent
+            # the head of each tensor only (decision 0015).
             self._take_sample(gradient_D, residual_D, stride, key.draw(stride, attempt))
             threshold = self._threshold(wanted / num_units)
             count = self._pick_above(gradient_D, residual_D, rest_D, threshold, capacity)
             if count != OVERFLOW:
+                # NaN and infinity are above every threshold, so only the picked values need a check.
                 check_finite(self._values[: count * self.unit])
                 if count >= wanted * (1 - self.tolerance) or threshold == _LEAST:
                     return count
         return OVERFLOW
 
     def _stride(self, size: int, fraction: float, most: float) -> int:
-        """Returns the distance of sampled lines: as few lines as give the tail, at most a part of the bucket."""
+        """Returns the distance of sampled lines, at most ``most`` of the bucket."""
         enough = self.tail * self.unit / fraction / size
         return int(1 / min(enough, max(most, _SMALL / size)))
 
     def _take_sample(self, gradient_D: Floats, residual_D: Floats, stride: int, start: int) -> None:
-        """Adds gradient and residual of every ``stride``-th line."""
         num_lines = len(range(start, gradient_D.size // LINE, stride))
         if len(self._sample) != num_lines:
             self._sample = np.empty((num_lines, LINE), dtype=np.float32)
@@ -215,7 +214,8 @@ class ThresholdV16(ThresholdCompressor):
 
     unit = LINE
     tolerance = 0.1
-    tail = 64  # a sampled line is one unit, not 16: picking a third too many and putting it back is cheaper
+    # A sampled line is one unit, not 16: picking a third too many and putting it back is cheaper.
+    tail = 64
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,6 +229,7 @@ class ThresholdV16(ThresholdCompressor):
             return energy_L
         largest = float(max(sample_L.max(initial=0), -sample_L.min(initial=0)))
         if math.isfinite(largest):
+            # A power of two scales without rounding.
             self._scale = 2.0 ** -min(max(math.frexp(largest)[1], -125), 125)
         return self._score(sample_L)
 
@@ -256,11 +257,11 @@ class ThresholdV16(ThresholdCompressor):
         return indices_K, values.reshape(-1)[: len(indices_K)]
 
     def _elements(self, places: Places, size: int) -> Places:
-        """Returns the elements of lines, in order."""
         if self._indices.size < places.size * LINE:
             self._indices = np.empty((len(self._places), LINE), dtype=np.uint32)
         indices = self._indices[: len(places)]
         prepare().name_elements(places, indices)
+        # The bucket's last line may be shorter.
         missing = -size % LINE if len(places) and int(places[-1]) == size // LINE else 0
         return indices.reshape(-1)[: places.size * LINE - missing]
 

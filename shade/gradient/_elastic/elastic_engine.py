@@ -12,31 +12,19 @@
             loss(model(batch)).backward()
             engine.step()
 
-**Lost.** A rank dies, hangs, or its line is cut: `step` notices within the membership's timeout, forms the next
-generation with the remaining ranks, and returns. The gradient of the failed step is in the residuals and is sent with
-the next ones. The lost rank's residual is lost with it; the log and `changes` give its share.
+**Lost.** `step` notices within the membership's timeout, forms the next generation with the remaining ranks, and
+returns. The gradient of the failed step is in the residuals and is sent with the next ones. The lost rank's residual is
+lost with it; the log and `changes` give its share.
 
-**One step apart.** A rank that is lost during a vote leaves some ranks with all votes, which apply the step, and some
-without, which do not. All have the merged step. So in the new generation each rank states the last step that it has
-applied. If any rank has applied one more, the others apply it now (with that rank's norm, which decides clipping), and
-remove from their residuals what they had absorbed for it. Invariant: after a generation has formed, all ranks have
-applied the same steps, each its own part of each exactly once.
-
-**Joins.** A process that makes an `ElasticEngine` while others train is admitted after their next step. It gets
-weights, buffers, the optimizer's state and settings, the density plan, the loss scale and the step from the lowest
-rank that has them (not thresholds: each step finds them anew). It starts with an empty residual. A rank that returns
-after it was taken for dead keeps its own residual.
+**Joins.** A process that makes an `ElasticEngine` while others train is admitted after their next step. It gets all
+state from the lowest rank that has it, and starts with an empty residual. A rank that returns after it was taken for
+dead keeps its own residual.
 
 **Leaves.** `leave` announces it; after the next step the rank hands its residual to another rank.
 
-Whenever a generation forms, all ranks flush their optimizers (a lost rank may have been about to, and a flush rounds),
-compare hashes of weights and states, and repair differences. ``changes`` counts repairs; there should be none.
+The script owns the learning rate schedule: a joining process makes it with ``last_epoch=engine.step_count - 1``.
 
-Ranks of one node cannot be summed densely first (``local_size``), since a node may lose a rank. The script owns the
-learning rate schedule: a joining process makes it with ``last_epoch=engine.step_count - 1``.
-
-All members of a new generation read the same statuses, so all conclude the same (who sends state, who lacks it, what
-has changed) without another exchange.
+Invariant: after a generation has formed, all ranks have applied the same steps, each its own part of each exactly once.
 """
 
 from __future__ import annotations
@@ -115,13 +103,12 @@ class MembershipChange:
 
 
 def source_rank(generation: Generation) -> int | None:
-    """Returns the rank that sends state to those that lack it; None if no rank has trained yet.
-
-    It is the lowest of the ranks that have applied most. A rank that was taken for lost and returns may have applied
-    what no other rank has: it counts only if there is no other.
-    """
+    """Returns the lowest of the ranks that have applied most; None if no rank has trained yet."""
+    # All members read the same statuses, so all conclude the same without another exchange.
     trained = [rank for rank, each in enumerate(generation.members) if "applied" in each.status]
     stayed = [rank for rank in trained if generation.members[rank].rank_before is not None]
+    # A rank that was taken for lost and returns may have applied what no other rank has.
+    # It counts only if there is no other.
     applied = {rank: generation.members[rank].status["applied"] for rank in stayed or trained}
     return max(applied, key=lambda rank: (applied[rank], -rank), default=None)
 
@@ -169,6 +156,7 @@ def _is_plain(value: Any) -> bool:
 
 
 _PUBLISH_SECONDS = 1.0
+# Ranks of one node cannot be summed densely first (``local_size``), since a node may lose a rank.
 _REFUSED_SETTINGS = ("group", "generation", "timeout_seconds", "local_size")
 
 logger = logging.getLogger("shade.gradient")
@@ -323,7 +311,8 @@ class ElasticEngine(GradientEngine):
                     world.broadcast(tensor, source)
                 if staying and world.rank == staying[source % len(staying)]:
                     handed.append((bucket_state, state))
-        for bucket_state, state in handed:  # only after all broadcasts: all of it, or nothing
+        # Only after all broadcasts: all of it, or nothing.
+        for bucket_state, state in handed:
             bucket_state.feedback.merge_from(state)
 
     def _recover(self, error: PeerLostError) -> None:
@@ -331,11 +320,11 @@ class ElasticEngine(GradientEngine):
         self._form_generation()
 
     def _form_generation(self) -> None:
-        """Forms the next generation, as often as it takes."""
         began, world_size = time.monotonic(), self.world_size
         late, self._late = self._late, None
         if late is not None:
-            late.wait(StepState.MERGED)  # it fails, and its chosen elements are put back, unless its vote is over
+            # It fails, and its chosen elements are put back, unless its vote is over.
+            late.wait(StepState.MERGED)
             if late.error is None:
                 with contextlib.suppress(PeerLostError):
                     self._settle(late)
@@ -345,6 +334,7 @@ class ElasticEngine(GradientEngine):
             generation = self._membership.form(self._status())
             try:
                 self._catch_up(generation)
+                # A lost rank may have been about to flush, and a flush rounds: all do it.
                 self._optimizer.flush()
                 world, check_transport = self._connect("gradients"), self._connect("looks")
                 self._attach(FlatTopology(world), check_transport)
@@ -354,11 +344,11 @@ class ElasticEngine(GradientEngine):
                 break
             except (PeerLostError, ConfigError) as error:  # a rank was lost, or joins with another model
                 logger.warning("generation %d did not form: %s", generation.number, error)
-        self._settled = None  # its notices have been followed
+        # Its notices have been followed.
+        self._settled = None
         self._record(generation, world_size, len(repaired), time.monotonic() - began)
 
     def _status(self) -> dict[str, Any]:
-        """Returns what the others need to know of this rank, and what one of them may lack."""
         kept = residual_norm(self._bucket_states)
         if not self._is_whole:
             return {"kept": kept}
@@ -377,14 +367,17 @@ class ElasticEngine(GradientEngine):
         }
 
     def _catch_up(self, generation: Generation) -> None:
-        """Applies the step that others have applied and this rank has not, for lack of votes."""
+        # A rank that is lost during a vote leaves some ranks with all votes, which apply the step, and some without,
+        # which do not. All have the merged step. A rank without votes applies it now, if any rank has.
         source, work = source_rank(generation), self._settled
         if source is None or work is None or work.unvoted is None:
             return
         source_status = generation.members[source].status
         merged, work.unvoted = work.unvoted, None
         if source_status["applied"] != work.step:
-            return  # no rank has: the chosen elements are in the residual, and are sent later
+            # No rank has: the chosen elements are in the residual, and are sent later.
+            return
+        # That rank's norm, since it decides clipping.
         work.merged, work.norm = merged, source_status["norm"]
         self._apply(work)
         for number, sparse in work.chosen.items():
@@ -394,7 +387,6 @@ class ElasticEngine(GradientEngine):
         self._meter.count("caught_up_steps")
 
     def _resume(self, generation: Generation) -> None:
-        """Takes over the other ranks' step, plan and loss scale."""
         self._meter.rank = generation.rank
         source = source_rank(generation)
         if source is None:
@@ -423,6 +415,6 @@ class ElasticEngine(GradientEngine):
 
 
 def _compile() -> None:
-    """Compiles all loops before the others wait for this rank."""
+    # Before the others wait for this rank.
     for loops in ("loops", "index_loops", "step_loops"):
         build(loops)

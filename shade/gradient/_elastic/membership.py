@@ -1,10 +1,9 @@
-"""Agrees on who trains together: one generation after the other, through a third place that outlives its members.
+"""Agrees on who trains together: one generation after the other, through a server that outlives its members.
 
 A generation is a list of processes in rank order, written once and never changed, with the last statuses of missing
 members. To form the next one (a rank was lost, joins or leaves) every process takes a *seat* with its own status. The
 first one that sees that no member is missing writes the list. A member of the previous generation is not missing if it
-has taken a seat, or has been silent for `dead_seconds`, or has been waited for for `patience_seconds`. The list is
-written by compare-and-set: however many processes write it, all read the same.
+has taken a seat, or has been silent for `dead_seconds`, or has been waited for for `patience_seconds`.
 
 A slow rank: 1. Rank 2 hangs. 2. The others form generation 5 without it. 3. It wakes, finds its group broken, and
 takes a seat in generation 5: the list is written without it. So it takes a seat in generation 6. The others see it
@@ -12,8 +11,6 @@ wait, and form generation 6 with it at their next step.
 
 A cut line: only the side that reaches the rendezvous server can write a list, so there are never two trainings. The
 other side waits, and rejoins like a slow rank, or raises after `give_up_seconds`.
-
-A generation's groups are gloo groups outside of torch.distributed's world, which cannot lose a member.
 
 Invariant: two processes that hold a generation of one number hold the same list.
 """
@@ -175,7 +172,7 @@ class Membership:
         return self._rendezvous.ask(question, max(1.0, deadline - time.monotonic()))
 
     def _group(self, generation: Generation, purpose: str) -> dist.ProcessGroup:
-        """Makes a gloo group that torch.distributed's world does not know."""
+        # torch.distributed's world must not know the group: it cannot lose a member.
         client = self._rendezvous.client(self.timeout_seconds)
         store = dist.PrefixStore(f"{generation.number}/{purpose}", client)  # type: ignore[attr-defined]
         rank, size = generation.rank, generation.world_size
@@ -216,11 +213,7 @@ class Membership:
         return Generation(number, members, ids.index(self._rendezvous.id), tuple(found["gone"]))
 
     def _poll(self, store: Any, number: int, members_before: list[str], is_late: bool) -> dict[str, Any] | None:
-        """Returns the list, and writes it if no member is missing. Runs on the rendezvous thread.
-
-        The list holds the last statuses of missing members as the writer has received them: another member may not yet
-        know that a process left on purpose.
-        """
+        """Returns the list, and writes it if no member is missing. Runs on the rendezvous thread."""
         written = f"{number}/members"
         if not store.check([written]):
             seated = _seated(store, number)
@@ -231,6 +224,7 @@ class Membership:
             if not is_complete and not (old and is_late):
                 return None
             new = [each for each in seated if each not in members_before]
+            # As the writer has received them, for all: another member may not yet know that a process left on purpose.
             gone = [self._rendezvous.last_status(each) for each in members_before if each not in seated]
             generation = {"members": [seated[each] for each in (*old, *new)], "gone": gone}
             # An empty expected value writes only if the key does not exist: the first writer wins.
@@ -240,7 +234,6 @@ class Membership:
 
 
 def _first_unwritten(store: Any, number: int) -> int:
-    """Returns the first generation from a number on whose list is not written."""
     while store.check([f"{number}/members"]):
         number += 1
     return number
@@ -260,7 +253,8 @@ def _seated(store: Any, number: int) -> dict[str, Any]:
     """Returns the processes in order of their seats; one that took two seats counts once."""
     found = {}
     for seat in range(store.add(f"{number}/seats", 0)):
-        if store.check([f"{number}/seat/{seat}"]):  # else it has not written its seat yet, or never will
+        # Without the key the process has not written its seat yet, or never will.
+        if store.check([f"{number}/seat/{seat}"]):
             status = json.loads(store.get(f"{number}/seat/{seat}"))
             found[status["id"]] = status
     return found

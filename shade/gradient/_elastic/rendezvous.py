@@ -5,11 +5,7 @@ they use PyTorch's ``TCPStore`` in a process that does not train::
 
     python -m shade.gradient.rendezvous 29600            # on the machine that fails last
 
-It carries little: one heartbeat a second from each rank, with its status, and a few keys when a group forms. Gradients
-never pass through it, and without a change training does not need it.
-
-One thread makes all requests, because the store's client waits without limit: on a cut line, a quarter of an hour.
-Callers wait for the thread, with a limit of their own.
+It carries little: one heartbeat a second from each rank, with its status, and a few keys when a group forms.
 
 A rank is *silent* when its heartbeat has not changed for some seconds by the reader's own clock; clocks are never
 compared. The store trusts every client, as torch.distributed's own does: keep it on a private network.
@@ -73,9 +69,12 @@ class Rendezvous:
         self._num_heartbeats, self._received_at = 0, 0.0
         self.is_join_requested = False
         """Whether the counter that `follow` named is above 0."""
+        # One thread makes all requests, because the store's client waits without limit: on a cut line, a quarter of an
+        # hour. Callers wait for the thread, with a limit of their own.
         self._thread = threading.Thread(target=self._serve, name="shade-gradient-rendezvous", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a thread that outlives the interpreter in the store's client aborts
+        # A thread that outlives the interpreter in the store's client aborts.
+        atexit.register(self.close)
 
     def client(self, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
         """Opens another connection to this run's keys, for callers that wait for other ranks, as forming groups do."""
@@ -99,12 +98,10 @@ class Rendezvous:
             ) from None
 
     def publish(self, **status: Any) -> None:
-        """Publishes the status that others read if this rank is lost, now and with each heartbeat; JSON-plain.
-
-        Story: a rank was killed half a second after its first status, which waited for the next heartbeat. So its
-        residual was lost, and no other rank could say how much.
-        """
+        """Publishes the status that others read if this rank is lost, now and with each heartbeat; JSON-plain."""
         self._status = status
+        # Not only with the next heartbeat: a rank was killed half a second after its first status, and no other rank
+        # could say how much residual was lost with it.
         if not self._is_publish_queued:
             self._is_publish_queued = True
             self._inbox.put(_PUBLISH)
@@ -116,13 +113,11 @@ class Rendezvous:
         self._join_key, self.is_join_requested = join_key, False
 
     def silence_seconds(self, other: str) -> float:
-        """Returns for how long a followed heartbeat has not changed; infinity after a regular close.
-
-        It counts up to the last reading: a rank that is cut off itself does not take the others for dead.
-        """
+        """Returns for how long a followed heartbeat has not changed; infinity after a regular close."""
         if other == self.id:
             return 0.0
         line, since = self._received[other]
+        # Up to the last reading: a rank that is cut off itself does not take the others for dead.
         return float("inf") if line == b"{}" else max(0.0, self._received_at - since)
 
     def last_status(self, other: str) -> dict[str, Any]:
@@ -169,17 +164,17 @@ class Rendezvous:
                 answer.set_result(found[0])
 
     def _connect(self) -> Any:
-        """Opens a connection; returns None if the server does not answer."""
         try:
             with socket.create_connection((self._host, self._port), _CONNECT_SECONDS):
-                pass  # the store's own attempt takes longer, and logs much
+                # The store's own attempt takes longer, and logs much.
+                pass
             return self.client(_CONNECT_SECONDS)
         except (OSError, RuntimeError) as error:
             logger.info("the rendezvous server at %s does not answer: %s", self.address, error)
             return None
 
     def _try(self, store: Any, question: Callable[[Any], _T]) -> tuple[_T] | None:
-        """Returns the answer, or None if the connection is lost."""
+        # In a tuple, because an answer may be None; None: the connection is lost.
         try:
             return (question(store),)
         except RuntimeError:
@@ -189,7 +184,6 @@ class Rendezvous:
         return f"line/{who}"
 
     def _publish(self, store: Any) -> None:
-        """Writes this rank's heartbeat and reads those of the others."""
         self._num_heartbeats += 1
         store.set(self._heartbeat_key(self.id), json.dumps({"line": self._num_heartbeats, **self._status}))
         received, join_key = self._received, self._join_key
@@ -199,6 +193,7 @@ class Rendezvous:
                 if received[other][0] != line:
                     received[other] = line, time.monotonic()
         self._received_at = time.monotonic()
+        # `follow` may have changed the key meanwhile, on another thread.
         if join_key and store.add(join_key, 0) > 0 and join_key == self._join_key:
             self.is_join_requested = True
 

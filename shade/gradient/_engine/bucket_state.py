@@ -1,11 +1,7 @@
 """Holds the state of an engine's buckets, and loads the residuals of a world of another size.
 
-Residuals belong to ranks. When a run resumes with fewer ranks, the residuals of the missing ranks are added to those
-of the remaining ones, in turns; with more ranks, the new ones start with zero. So the sum of all residuals stays the
-same: no gradient is lost, and none counts twice. (A residual that was to be averaged over two ranks weighs more among
-one.)
-
-With staleness 1 the merged gradient that is still to be applied is part of the state; it is the same on every rank.
+Residuals belong to ranks. Those of missing ranks are added to the remaining ones, in turns; new ranks start with zero.
+So the sum of all residuals stays the same. (A residual that was to be averaged over two ranks weighs more among one.)
 """
 
 from __future__ import annotations
@@ -61,7 +57,8 @@ def make_bucket_states(
         feedback: ErrorFeedback | DeviceErrorFeedback
         if size == bucket.size and not bucket.is_dense and is_accelerator(bucket.device) and is_known(parts[0]):
             feedback = DeviceErrorFeedback(size, *parts, bucket.device, correction=correction)
-        else:  # also for sums over a node, which are made on the host
+        else:
+            # Also for sums over a node, which are made on the host.
             feedback = ErrorFeedback(size, *parts, correction=correction)
         bucket_states.append(BucketState(bucket, feedback, name))
     return tuple(bucket_states)
@@ -111,9 +108,11 @@ class EngineState:
                 got = torch.as_tensor(residual["residual"]).numel()
                 if got != size:
                     raise StateMismatchError.of(f"a residual of {size} elements", got, _CURE)
+        # The merged gradient that is still to be applied is the same on every rank: any rank's state has it.
         late = _unpack_late(states[0]["late"], self._bucket_states)
         for number, bucket_state in enumerate(self._bucket_states):
             feedback = bucket_state.feedback
+            # A rank that no earlier world had starts with a residual of zero.
             found = [state["residuals"][number] for state in mine] or [{"residual": torch.zeros(feedback.size)}]
             feedback.load_state_dict(found[0])
             for residual in found[1:]:
@@ -121,8 +120,8 @@ class EngineState:
         return late
 
     def _is_mine(self, rank: int) -> bool:
-        """Returns whether a rank's residual belongs to this rank: it is the same rank, or a missing one's turn."""
         world = self._world
+        # Ranks that are missing now are dealt to the remaining ones in turns.
         return rank == world.rank if rank < world.world_size else rank % world.world_size == world.rank
 
 

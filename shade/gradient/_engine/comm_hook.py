@@ -7,21 +7,14 @@
     ddp.register_comm_hook(state, sparse_hook)
 
 DDP hands over a bucket's gradient when the backward pass has filled it, and gets the averaged one back, dense, in the
-same memory: any optimizer, schedule and clipping works as before. A thread compresses and exchanges while the backward
-pass continues. Compared with `_engine.engine` this costs a dense step, and there is no staleness.
+same memory. Compared with `_engine.engine` this costs a dense step, and there is no staleness.
 
-An error on any rank is raised by ``backward()`` on all of them, after DDP has cleaned up, so that training may
-continue after `NonFiniteGradientError`; the gradients are NaN then, in case a script steps anyway. With a ``scaler``
-NaN and infinity are no error: every rank's gradients are NaN, ``scaler.step`` skips on all, and the step is dropped.
-Residuals are in unscaled units, so a new scale does not spoil them.
+An error on any rank is raised by ``backward()`` on all of them, so that training may continue after
+`NonFiniteGradientError`; the gradients are NaN then. With a ``scaler`` NaN and infinity are no error: every rank's
+gradients are NaN, ``scaler.step`` skips on all, and the step is dropped.
 
-Residuals belong to parameters, because DDP rebuilds its buckets after the first step, and in another run. A bucket is
-known by the names of its parameters. When a new one comes, `ResidualStore` splits the old residuals by parameter and
-assembles the new bucket's residual. That changes no residual. But the choice of elements depends on the buckets, so a
-resumed run, whose first step has DDP's first buckets again, is not bit-identical to the uninterrupted one.
-
-DDP drops the average of a parameter that no rank used in the step (``find_unused_parameters``). So a rank sends
-nothing for a parameter whose own gradient is zero everywhere: its residual stays until the rank uses it again.
+The choice of elements depends on the buckets, so a resumed run, whose first step has DDP's first buckets again, is not
+bit-identical to the uninterrupted one.
 
 Invariant: per parameter, what was sent plus the residual is the sum of the gradients.
 
@@ -177,6 +170,7 @@ class SparseState:
         self._inbox.put(job)
         if not is_shadow:
             return future
+        # Without a backward pass there is no end of one: the future's own value raises the error.
 
         def checked(done: torch.futures.Future[Tensor]) -> Tensor:
             self._raise()
@@ -187,7 +181,6 @@ class SparseState:
     # ── on the thread ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _process(self, job: _Job) -> None:
-        """Averages one bucket; on an error fills it with NaN and records the error."""
         try:
             average_D = self._average(job)
         except Exception as error:  # noqa: BLE001 - all ranks have it, and _raise raises it
@@ -196,11 +189,12 @@ class SparseState:
         if average_D is not None:
             job.buffer_D.copy_(torch.from_numpy(average_D))
         else:
+            # NaN, in case a script steps anyway.
+            # A failed future would leave DDP in a state that it cannot continue from (decision 0017).
             job.buffer_D.fill_(float("nan"))
         job.future.set_result(job.buffer_D)
 
     def _raise(self) -> None:
-        """Raises the step's error, on all ranks, when DDP has all results."""
         if self._error is not None and not (isinstance(self._error, NonFiniteGradientError) and self._scale.skips):
             raise self._error
 
@@ -208,6 +202,7 @@ class SparseState:
         """Compresses, exchanges and merges; all ranks fail or none."""
         if job.computed is not None:
             job.computed.synchronize()
+        # Residuals are in unscaled units, so that a new scale does not spoil them.
         gradient_D = job.buffer_D.detach().to("cpu", torch.float32, copy=True).mul_(self._unscale)
         size = gradient_D.numel()
         all_reduce = SparseAllReduce(self._topology, [0] * job.number + [size], [self._quantiser] * (job.number + 1))
@@ -217,6 +212,8 @@ class SparseState:
             feedback = self._residual_store.of(job.parameters)
             chosen = Sparse.empty(size)
             if self.num_samples:
+                # DDP drops the average of a parameter that no rank used in the step (``find_unused_parameters``): its
+                # residual stays until the rank uses it again.
                 key, unused = Key(self._seed, self._step, job.number), _unused(gradient_D, job.parameters)
                 chosen = feedback.compress(gradient_D, work.density, key, unused)
                 self._chosen.append((feedback, chosen))
@@ -270,18 +267,19 @@ def _unused(gradient_D: Tensor, parameters: Sequence[Tensor]) -> list[slice]:
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Queues a call for the end of the running backward pass, after DDP's own call, which DDP is still to queue."""
+    """Queues a call for the end of the running backward pass, after DDP's own call."""
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+    # DDP is still to queue its call. A call that is queued by a call comes behind it.
     queue_callback(lambda: queue_callback(call))
 
 
 def _run(inbox: queue.SimpleQueue[_Job | None], owner: weakref.ref[SparseState]) -> None:
-    """Runs the thread; does not keep its owner alive."""
     while (job := inbox.get()) is not None:
         state = owner()
         if state is None:
             return
         state._process(job)
+        # The next get() may wait for long; until then the thread must not keep its owner alive.
         del state
 
 
@@ -303,6 +301,7 @@ class ResidualStore:
             raise ConfigError.of("parameters of the state's model", got, "give SparseState the model that DDP wraps")
         key = tuple(self._names[parameter] for parameter in parameters)  # type: ignore[index]
         if key not in self._buckets:
+            # DDP rebuilds its buckets after the first step, and in another run, so residuals belong to parameters.
             self._split_buckets(set(key))
             feedback = self._make(sum(self._sizes[name] for name in key))
             by_parameter = {name: self._by_parameter.pop(name, {}) for name in key}
@@ -314,6 +313,7 @@ class ResidualStore:
                     for kind in kinds - {STEPS}
                 }
                 counted = [kept[STEPS] for kept in by_parameter.values() if STEPS in kept]
+                # The moments of one bucket share a count. The lowest counts no gradient that a moment has not had.
                 feedback.load_state_dict(whole | ({STEPS: torch.stack(counted).amin(dim=0)} if counted else {}))
             self._buckets[key] = feedback
         return self._buckets[key]

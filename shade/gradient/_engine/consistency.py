@@ -1,10 +1,8 @@
 """Finds replicas that diverged, and repairs them.
 
 A flipped bit in a memory, a script that changes weights on one rank, a flush that not all ranks made: without a check
-the mean of their gradients means less and less, in silence. `Consistency` hashes each bucket's weights and optimizer
-state (xxh3, 64 bits) and gathers the hashes, so all ranks draw the same conclusion. The state of most ranks is taken as
-right; in a tie, that of the lowest rank. Its lowest holder sends the bucket to all. The repair is logged and counted:
-on the second one, inspect that machine.
+the mean of their gradients means less and less, in silence. The state of most ranks is taken as right; in a tie, that
+of the lowest rank. On a second repair, inspect that machine.
 
 Cost: one pass over weights and state, and 16 bytes a bucket, every `every` steps.
 
@@ -72,6 +70,7 @@ class Consistency:
             PeerLostError: A rank is gone or silent.
         """
         self.num_checks += 1
+        # All ranks get all hashes (xxh3, 64 bits), so all draw the same conclusion without another exchange.
         fields_WN = self._transport.gather_fields(self._fields()).reshape(self._transport.world_size, -1, 2)
         repaired = []
         for number, bucket in enumerate(self._buckets):
@@ -90,7 +89,7 @@ class Consistency:
         return repaired
 
     def _fields(self) -> Indices:
-        """Returns hash and number of arrays of each bucket."""
+        # Hash and number of arrays of each bucket: other moments cannot be repaired by a broadcast.
         fields = np.empty((len(self._buckets), 2), dtype=np.int64)
         for number, bucket in enumerate(self._buckets):
             state = xxhash.xxh3_64()
@@ -112,6 +111,5 @@ def broadcast_replica(transport: Transport, optimizer: SparseOptimizer, bucket: 
 
 
 def _majority_rank(hashes_W: list[int]) -> int:
-    """Returns the lowest rank that holds what most ranks hold; in a tie, the lowest of all."""
     counts = Counter(hashes_W)
     return min(range(len(hashes_W)), key=lambda rank: (-counts[hashes_W[rank]], rank))

@@ -1,8 +1,5 @@
 """Plans the density of each step: a warm-up schedule, until a decision of rank 0 replaces it.
 
-Rank 0 proposes a decision. It travels to all ranks in the counts of the next step, and takes effect no earlier than
-the first step that no rank can have started. So all ranks change at the same step.
-
 A warm-up starts at a quarter and falls exponentially to the final density. Early gradients are large, change direction
 quickly, and lose most by a delay, so the first steps send more (Deep Gradient Compression, §3.3: 25 %, 6.25 %, 1.56 %
 … by epoch; here by step).
@@ -38,6 +35,7 @@ class DensityPlan:
 
     def adopt(self, decision: Decision, told_at: int) -> Decision:
         """Adds a decision that the counts of step ``told_at`` carried; returns it with its real first step."""
+        # The first step that no rank can have started, so that all ranks change at the same step.
         step = max(decision.effective_step, told_at + 1 + self._staleness)
         current = self.at(told_at)
         later = [each for each in self._decisions if told_at < each.effective_step < step]

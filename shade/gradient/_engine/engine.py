@@ -11,21 +11,12 @@
             scheduler.step()
         engine.finish()                           # before an evaluation, a snapshot by hand, the end
 
-Every rank compresses its own gradient, exchanges the chosen elements, and applies the same merged, sparse gradient
-with an optimizer of `shade.gradient.optim`. The backward pass moves gradients out of ``p.grad`` without a copy:
-``p.grad`` cannot be read until the step ends and is None afterwards. The engine does the clipping (``clip_norm``, of
-the merged gradient).
+``p.grad`` cannot be read between the backward pass and the end of the step, and is None afterwards.
 
-* **Staleness** 0: `step` waits for the exchange, as DDP does. Staleness 1: `step` applies the previous step's
-  gradient, while this one's is exchanged behind the next forward and backward; the first step applies nothing,
-  `finish` the last.
-* **Shared** parameters are one parameter. Parameters that are **frozen** at construction keep rank 0's values; after
-  others are frozen or unfrozen, make a new engine. A parameter without a gradient in a step counts as zero on this
-  rank; other ranks' gradients count.
-* **Buffers** (BatchNorm's statistics) are each rank's own during training; `finish` averages them, see
-  `_engine.replica`.
-* **A check** every ``check_every`` steps finds a replica that has diverged, and repairs it.
-* **Accumulation**: backward passes inside ``with engine.accumulate():`` only add up.
+* **Staleness** 1: `step` applies the previous step's gradient, while this one's is exchanged behind the next forward
+  and backward; the first step applies nothing, `finish` the last.
+* Parameters that are **frozen** at construction keep rank 0's values; after others are frozen or unfrozen, make a new
+  engine. A parameter without a gradient in a step counts as zero on this rank; other ranks' gradients count.
 * **Errors** are raised by `step` and `finish` on every rank, with weights and residuals as before the step. Training
   may continue after `NonFiniteGradientError` and `PayloadError`. After `PeerLostError` the group is lost; only an
   `ElasticEngine` continues with the remaining ranks.
@@ -140,7 +131,9 @@ class GradientEngine:
             self._settings["density"] = [warm_up.density, warm_up.num_steps, warm_up.first_density]
             self._settings["clip_norm, corrections"] = [clip_norm, *map(repr, corrections)]
         except ConfigError as error:
+            # Raised only once the others know it, or they would wait for this rank.
             refusal, self._buckets = error, []
+        # The check has a group of its own, because the exchange thread may be using the first one.
         world, check_transport = self._connect("gradients"), self._connect("looks")
         self._synchronise(world, refusal)
         topology: Topology = FlatTopology(world) if local_size == 1 else NodeTopology(world, local_size)
@@ -180,7 +173,6 @@ class GradientEngine:
 
     @num_samples.setter
     def num_samples(self, value: int) -> None:
-        """Samples that this rank's gradient is the mean of; its weight. Set it before the backward pass."""
         if value < 0:
             raise ConfigError.of("num_samples ≥ 0", value, "0 gives this rank no weight")
         if not self._open.is_untouched:
@@ -218,7 +210,8 @@ class GradientEngine:
         self._stepped_at = time.perf_counter()
         self._gradient_hooks.seal(work)
         due, self._late = (work, None) if self._staleness == 0 else (self._late, work)
-        self._optimizer._opt_called = True  # schedulers check for a step, and the first late one applies none
+        # Schedulers check for a step of the optimizer, and with staleness 1 the first step applies none.
+        self._optimizer._opt_called = True
         try:
             if due is not None:
                 self._settle(due)
@@ -240,8 +233,6 @@ class GradientEngine:
     def propose(self, decision: Decision) -> None:
         """Proposes a density and batch sizes for all ranks; they take effect at the same step on every rank.
 
-        The proposal travels with the next step, or with a later one if that step has begun or fails.
-
         Args:
             decision: Takes effect at its ``effective_step``, or at the first later step that all ranks can reach.
 
@@ -252,6 +243,7 @@ class GradientEngine:
         if self._open.is_untouched:
             self._open.proposal, self._proposal = decision, None
         else:
+            # The open step's counts may have left: the proposal travels with the next step.
             self._proposal = decision
 
     @property
@@ -310,9 +302,6 @@ class GradientEngine:
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Loads the states of all ranks of a world that may have had another size.
 
-        Each rank gets its own residuals. Those of missing ranks are added to the remaining ones, in turns, so that
-        nothing is lost; a new rank starts with none.
-
         Args:
             states: Of all previous ranks, in any order; the same on every rank.
 
@@ -364,7 +353,8 @@ class GradientEngine:
 
     def _connect(self, purpose: str) -> Transport:
         """Makes a group for one purpose. Collective."""
-        del purpose  # torch.distributed distinguishes groups by their order
+        # torch.distributed distinguishes groups by their order.
+        del purpose
         return Transport(**self._group_settings)
 
     def _synchronise(self, world: Transport, refusal: ConfigError | None = None) -> None:
@@ -395,7 +385,6 @@ class GradientEngine:
         return work
 
     def _refresh(self) -> None:
-        """Updates master weights after a loaded state changed the parameters."""
         for bucket_state in self._bucket_states:
             bucket_state.bucket.refresh()
 
@@ -421,7 +410,9 @@ class GradientEngine:
 
     def _apply(self, work: GradientStep) -> None:
         """Applies the sparse step, on the training thread: no other place changes weights."""
-        self._optimizer.step()  # without gradients it only runs the registered step hooks
+        # Without gradients it only runs the registered step hooks.
+        self._optimizer.step()
+        # The norm is rank 0's: a sum's last bit depends on the processor (decision 0017).
         factor = min(1.0, self._clip_norm / work.norm) if self._clip_norm and work.norm else 1.0
         for bucket_state, merged in zip(self._bucket_states, work.merged, strict=False):
             scaled = merged if factor == 1.0 else Sparse(merged.indices_K, merged.values_K * factor, merged.size)
@@ -466,7 +457,6 @@ def _check_arguments(model: nn.Module, optimizer: SparseOptimizer, staleness: in
 
 
 def _refusal_of(*checks: Callable[[], None]) -> ConfigError | None:
-    """Returns the error of the first check that raises one."""
     try:
         for check in checks:
             check()

@@ -1,16 +1,12 @@
 """Moves gradients from ``p.grad`` to the open step as the backward pass completes them.
 
 Gradients move without a copy, so the next backward pass cannot overwrite a gradient that is still being sent. Until
-`GradientEngine.step`, ``p.grad`` is a `MovedGradient`, which refuses to be computed with: with None,
-``clip_grad_norm_`` would clip nothing and say nothing. It stands there between accumulated passes, too: their sum is
-this rank's alone, and ``optimizer.step()`` would apply it. A parameter used twice in a backward pass is moved once,
-after its gradients are summed.
+`GradientEngine.step`, ``p.grad`` is a `MovedGradient`, which refuses to be computed with.
 
 Mixed precision: ``torch.amp.GradScaler`` looks for infinities in ``p.grad``, on each rank alone. Here gradients leave
-``p.grad`` early, and the exchange reports every rank's overflow to all. So the engine unscales while it gathers, by
-the scale of that backward pass, and `LossScale` does what ``scaler.update()`` would do, through the scaler's public
-setters: back off after an overflow, grow after ``growth_interval`` good steps. A step that overflows on any rank is
-skipped on all. The script keeps ``scaler.scale(loss)`` and omits ``unscale_``, ``step`` and ``update``.
+``p.grad`` early, and the exchange reports every rank's overflow to all. So the engine unscales while it gathers, and
+`LossScale` does what ``scaler.update()`` would do, through the scaler's public setters. A step that overflows on any
+rank is skipped on all.
 """
 
 from __future__ import annotations
@@ -95,9 +91,9 @@ class GradientHooks:
             self._is_accumulating = before
 
     def check_all_known(self) -> None:
-        """Raises `ConfigError` if a parameter that was frozen when the engine was made, or was added to the optimizer
-        later, has a gradient: the optimizer would apply it on this rank alone.
-        """
+        """Raises `ConfigError` if a parameter without these hooks has a gradient."""
+        # It was frozen when the engine was made, or added to the optimizer later: the optimizer would apply its
+        # gradient on this rank alone.
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._places:
@@ -107,9 +103,8 @@ class GradientHooks:
                     raise ConfigError.of(expected, got, cure)
 
     def check_none_frozen(self, work: GradientStep) -> None:
-        """Raises `ConfigError` if a parameter was frozen after the engine was made: momentum, weight decay and
-        residual would still move it.
-        """
+        """Raises `ConfigError` if a parameter was frozen after the engine was made."""
+        # Momentum, weight decay and residual would still move it.
         for parameter, (number, position) in self._places.items():
             if parameter.requires_grad or work.has(number, position) or self._gradient_of(parameter) is not None:
                 continue
@@ -127,9 +122,10 @@ class GradientHooks:
         work.sealed.set()
 
     def refuse(self, work: GradientStep, refusal: Exception) -> None:
-        """Fails a step on all ranks, and waits until they know it: this rank's script is likely to end then."""
+        """Fails a step on all ranks, and waits until they know it."""
         work.trouble.append(refusal)
         self.seal(work)
+        # Without the wait this rank's script may end before the others know why.
         work.wait(StepState.MERGED)
 
     def close(self) -> None:
@@ -163,18 +159,20 @@ class GradientHooks:
             self._put(work, number, position, parameter)
         elif parameter.grad is not None:
             self._sums[parameter] = parameter.grad
+        # Not None, with which ``clip_grad_norm_`` would clip nothing and say nothing. Between accumulated passes, too:
+        # their sum is this rank's alone, and ``optimizer.step()`` would apply it.
         moved = self._moved[parameter]  # type: ignore[index]
-        is_converted = (moved.dtype, moved.device) != (parameter.dtype, parameter.device)  # the step refuses it
+        # p.grad must have its parameter's type and device. The step refuses a converted parameter.
+        is_converted = (moved.dtype, moved.device) != (parameter.dtype, parameter.device)
         parameter.grad = None if is_converted else moved
 
     def _put(self, work: GradientStep, number: int, position: int, parameter: Tensor) -> None:
-        """Hands a gradient to the step; a step's first one decides the scale of all."""
+        # One scale for the whole step: `LossScale.stepped` may move it before the last gradient is gathered.
         if work.is_untouched:
             work.scale = self._scale.unscale
         work.put(number, position, self._gradient_of(parameter))
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Returns the gradient in ``p.grad``, or the sum for which another stands there."""
         gradient = parameter.grad
         return self._sums.get(parameter) if isinstance(gradient, MovedGradient) else gradient
 

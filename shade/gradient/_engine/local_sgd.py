@@ -12,13 +12,10 @@
 
 Each rank takes H steps of its own from common weights, the *anchor*. The distance, anchor - weights, is treated as a
 gradient: averaged over the ranks by samples, and applied to the anchor by an outer optimizer. With rate 1 and no
-momentum that is the mean of all ranks' weights (`LocalSGD`); with Nesterov's momentum it is DiLoCo, which keeps its
-quality up to hundreds of inner steps. The distance is exchanged as a gradient is: it can be sparse, with error
-feedback; it is checked, merged in rank order, and applied on all ranks or on none.
+momentum that is the mean of all ranks' weights (`LocalSGD`); with Nesterov's momentum it is DiLoCo.
 
 Cost: two more copies of the weights on the host (anchor and momentum), one more for error feedback. Sent whole, an
-element is 5 bytes. Ranks differ between synchronisations: evaluate and save after one (call `synchronise`). Each
-synchronisation also averages the buffers.
+element is 5 bytes. Ranks differ between synchronisations: evaluate and save after one (call `synchronise`).
 
 Invariant: after a synchronisation all ranks hold the same weights, bit for bit.
 
@@ -188,7 +185,6 @@ class DiLoCo:
         self.close()
 
     def _average(self) -> list[Sparse]:
-        """Returns the mean distance of all ranks; on an error, raised on all ranks, reverts the residuals."""
         numbers = list(range(len(self._bucket_states)))
         work = GradientStep(self.step_count, [], self._density, self.num_samples)
         try:
@@ -197,6 +193,7 @@ class DiLoCo:
             work.trouble.append(refusal)
         for number, (bucket_state, anchor_D) in enumerate(zip(self._bucket_states, self._anchors, strict=True)):
             try:
+                # The inner optimizer is any, and may have bound parameters to other memory.
                 bucket_state.bucket.rebind()
                 bucket_state.bucket.refresh()
                 density = 1.0 if bucket_state.bucket.is_dense else self._density
@@ -213,6 +210,7 @@ class DiLoCo:
             self._all_reduce.vote(work, 0.0)
         except Exception as error:
             for number in work.chosen:
+                # Every rank keeps its own weights: the next synchronisation measures the whole distance anew.
                 self._bucket_states[number].feedback.undo()
             work.add_cause(error)
             raise

@@ -8,14 +8,8 @@
     exchange (thread 2)          counts, payloads, merge, vote                       → `StepState.MERGED`
     apply    (training thread)   sparse step, host → device, at one fixed point
 
-Every stage takes the buckets in one fixed order, whatever order the backward pass fills them in, so that ranks never
-wait crosswise and two runs do the same. Without staleness it is the order in which the backward pass usually fills
-them, back layers first, and each bucket has its own round of counts, so that its exchange overlaps with the rest of
-the backward pass. With staleness 1 one round of counts serves all buckets, front layers first.
-
 Nothing is applied before the whole step succeeds, and a residual's old content stays until then. So a step happens on
-all ranks or on none: a failed step's gradient is dropped (NaN), or its chosen elements go back into the residuals (a
-lost peer, a damaged payload).
+all ranks or on none.
 
 Legend: D bucket · B buckets.
 """
@@ -77,6 +71,10 @@ class _Stages:
             topology, [each.bucket.size for each in bucket_states], [each.quantiser for each in bucket_states]
         )
         everything = range(len(bucket_states))
+        # One fixed order, whatever order the backward pass fills the buckets in, so that ranks never wait crosswise and
+        # two runs do the same. Back layers come first, because the backward pass usually fills them first. A round of
+        # counts for each bucket overlaps its exchange with the rest of the backward pass. With staleness 1 the next
+        # forward pass hides the exchange, and one round of counts serves all buckets.
         self._compress_order = tuple(reversed(everything))
         self._rounds = (tuple(everything),) if is_late else tuple((number,) for number in reversed(everything))
         self._packed: queue.SimpleQueue[GradientStep | None] = queue.SimpleQueue()
@@ -107,13 +105,15 @@ class _Stages:
     # ── thread 1 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run_compress(self) -> None:
-        with contextlib.suppress(Exception):  # the first step reports the error, on all ranks
-            prepare()  # compiles during the first forward pass
+        # Compiles during the first forward pass. If that fails, the first step reports the error, on all ranks.
+        with contextlib.suppress(Exception):
+            prepare()
         while (work := self.inbox.get()) is not None:
             # Thread 2 gets the step first: it sends bucket by bucket, before all are packed.
             self._packed.put(work)
             if work.before is not None:
-                work.before.wait(StepState.AGREED)  # its residuals may be reverted until then
+                # Its residuals may be reverted until then.
+                work.before.wait(StepState.AGREED)
                 work.before = None
             try:
                 self._compress(work)
@@ -149,18 +149,17 @@ class _Stages:
             work.packed[number].set()
 
     def _choose(self, work: GradientStep, number: int, gradient_D: torch.Tensor, density: float) -> None:
-        """Picks and encodes; records an error for the counts, which report it to all ranks."""
         feedback = self._bucket_states[number].feedback
         try:
             chosen = feedback.compress(gradient_D, density, Key(self._seed, work.step, number))
             work.chosen[number] = chosen
             work.payloads[number] = self._all_reduce.pack(work, number, chosen)
             work.costs.num_chosen += chosen.count
-        except Exception as error:  # noqa: BLE001 - see above
+        except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
             work.trouble.append(error)
 
     def _gather(self, work: GradientStep, number: int, scale: float) -> torch.Tensor:
-        """Returns the bucket's gradient where it is picked, on the host or its device, and frees its tensors."""
+        """Returns the bucket's gradient where it is picked, on the host or its device."""
         bucket_state, gradients, computed = self._bucket_states[number], work.gradients[number], work.copied[number]
         bucket, host_D = bucket_state.bucket, self._gradient_D[: bucket_state.bucket.size]
         if computed is not None:
@@ -176,11 +175,12 @@ class _Stages:
         else:
             gradient_D = host_D
             bucket.gather(gradients, gradient_D, scale)
+        # Frees the tensors for the next backward pass.
         work.gradients[number] = []
         return gradient_D
 
     def _on_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Uses a stream of our own, beside the one that the model computes on."""
+        # A stream of our own, beside the one that the model computes on.
         if device.type != "cuda":
             return contextlib.nullcontext()
         if device not in self._streams:
@@ -224,6 +224,7 @@ class _Stages:
         everything = [merged[number] for number in sorted(merged)]
         # If the vote loses a rank, others may have applied the step: an elastic engine then needs the result.
         norm = norm_of(everything)
+        # The vote also carries a refusal of what the script did since the last step, so it waits for `step`.
         work.sealed.wait()
         if work.state is StepState.ABANDONED:
             return
@@ -232,11 +233,13 @@ class _Stages:
         work.merged, work.unvoted = everything, None
 
     def _restore_residuals(self, work: GradientStep, error: Exception) -> None:
-        """After a failed step, reverts the residuals, or keeps its chosen elements to be put back."""
         work.add_cause(error)
-        work.wait(StepState.PACKED)  # thread 1 may still be picking
+        # Thread 1 may still be picking.
+        work.wait(StepState.PACKED)
         if not isinstance(error, PeerLostError):
             work.unvoted = None
+        # A gradient with NaN is dropped: its step never was. After a lost peer or a damaged payload the chosen elements
+        # go back into the residuals, and are sent later (decision 0017).
         if isinstance(error, NonFiniteGradientError):
             for number in work.chosen:
                 self._bucket_states[number].feedback.undo()

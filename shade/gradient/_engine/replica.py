@@ -1,12 +1,10 @@
 """Makes all ranks' models the same before the first step.
 
 Parameters stay the same by themselves: every rank applies the same merged gradient to the same weights in the same
-order. The start must be the same: names, shapes, types and settings (a difference raises an error that names it, on
-all ranks, instead of a hang in the first exchange), and rank 0's values.
+order. The start must be the same: names, shapes, types and settings, and rank 0's values.
 
-Buffers, such as BatchNorm's running statistics, are not trained; each rank's follow its own samples. Training leaves
-them alone (DistributedDataParallel would send rank 0's before every forward). `GradientEngine.finish` averages
-floating-point buffers over the ranks, before an evaluation or a snapshot, and takes all others (counts) from rank 0.
+Buffers, such as BatchNorm's running statistics, are not trained; each rank's follow its own samples, until
+`GradientEngine.finish` averages them. DistributedDataParallel would send rank 0's before every forward pass.
 
 Legend: W world · N fields · B buckets.
 """
@@ -41,6 +39,7 @@ def check_same_setup(
     buffers = {f"buffer {name}": _describe(buffer) for name, buffer in model.named_buffers()}
     mine = {**{f"setting {name}": value for name, value in settings.items()}, **buffers}
     mine |= {f"parameter {name}": f"{shape}, {trained.get(name, 'frozen')}" for name, shape in parameters.items()}
+    # An error that names the difference, on all ranks, instead of a hang in the first exchange.
     everyone = transport.gather_messages(mine if refusal is None else {"refusal": str(refusal)})
     if refusal is not None:
         raise refusal
@@ -109,6 +108,7 @@ def average_buffers(transport: Transport, model: nn.Module) -> None:
             for buffer, part in zip(floats, parts, strict=True):
                 buffer.copy_(part.reshape(buffer.shape))
     for buffer in buffers:
+        # Counts have no mean.
         if not buffer.is_floating_point():
             _broadcast(transport, buffer, 0)
 

@@ -1,10 +1,5 @@
 """The loops over ascending indices in numba: their code in a message, and the merge of all ranks' parts.
 
-`_comm.message` defines the code. The merge works on a tile of the bucket at a time, which stays in the cache
-while every rank adds its share. A tile is 32768 sums and a bit for each. Ranks add to it in their order; then the bits
-are read in ascending order, a word of 64 at a time. Nothing is sorted, and no branch depends on how the lists
-interleave. So the cost is that of the elements, plus one look at each word of bits.
-
 Legend: K kept · W world.
 """
 
@@ -81,6 +76,9 @@ def merge_parts(indices: Any, values: Any, ends_W: Any, shares_W: Any, size: Any
     Returns:
         How many places there are.
     """
+    # A tile of 32768 sums and a bit for each stays in the cache while every rank adds its share, in rank order. Then
+    # the bits are read in ascending order, a word at a time. Nothing is sorted, and no branch depends on how the lists
+    # interleave: the cost is that of the elements, plus one look at each word.
     tile, bits = np.zeros(1 << _TILE_BITS, np.float32), np.zeros(1 << (_TILE_BITS - 6), np.uint64)
     cursors_W = np.zeros(ends_W.size, np.int64)
     cursors_W[1:] = ends_W[:-1]

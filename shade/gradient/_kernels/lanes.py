@@ -59,7 +59,8 @@ class _LineBuilder:
         return self.builder.bitcast(self.builder.gep(data, [self.arguments[offset]]), _FLOATS.as_pointer())
 
     def load(self, address: Any) -> Any:
-        """Reads a line. ``align=4`` because a gradient may begin anywhere; a wrong promise is a crash."""
+        """Reads a line."""
+        # A gradient may begin anywhere, and a wrong promise is a crash.
         return self.builder.load(address, align=4)
 
     def store(self, value: Any, address: Any) -> None:
@@ -90,14 +91,14 @@ class _LineBuilder:
         return self._call("llvm.fabs", value)
 
     def _call(self, name: str, value: Any) -> Any:
-        """Calls a function of LLVM's on a line."""
         # By its full name: llvmlite 0.50 does not derive the suffix of a vector type.
         kind = ir.FunctionType(_FLOATS, [_FLOATS])
         function = self.builder.module.declare_intrinsic(f"{name}.v{LINE}f32", (), kind)
         return self.builder.call(function, [value])
 
     def energy(self, value: Any) -> Any:
-        """Returns the sum of squares. Halves are added, not neighbours: `arrays.line_energy` rounds in that order."""
+        """Returns the sum of squares."""
+        # Halves are added, not neighbours: `loops.line_energy` rounds in that order.
         total, width = self.builder.fmul(value, value), LINE // 2
         while width:
             rest = ir.Constant(total.type, ir.Undefined)
@@ -168,9 +169,10 @@ def move_line(typing: Any, gradient: Any, residual: Any, rest: Any, offset: Any,
 
 @intrinsic
 def wait_for_streams(typing: Any) -> Any:
-    """Waits for the stores past the caches: they reach other threads in no order until such a fence."""
+    """Waits for the stores past the caches."""
 
     def write(lines: _LineBuilder) -> Any:
+        # Stores past the caches reach other threads in no order until such a fence.
         lines.builder.fence("seq_cst")
         return lines.nothing()
 
@@ -185,7 +187,8 @@ def fetch(typing: Any, array: Any, offset: Any) -> Any:
         place = lines.builder.bitcast(lines.address(0, 1), _BYTE.as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [place.type, _INT, _INT, _INT])
         function = lines.builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
-        lines.builder.call(function, [place, _INT(1), _INT(3), _INT(1)])  # to write, into all caches, data
+        # To write, into all caches, data.
+        lines.builder.call(function, [place, _INT(1), _INT(3), _INT(1)])
         return lines.nothing()
 
     return _declare(write, (array, _OFFSET), 0, numba.types.void)

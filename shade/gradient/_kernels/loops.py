@@ -1,21 +1,10 @@
 """The passes over a bucket in numba, several times as fast as numpy.
 
-A pass over a bucket reads two arrays and writes one, as ``e += g`` does, so it should cost what memory costs:
+A pass over a bucket reads two arrays and writes one, as ``e += g`` does, so it should cost what memory costs. The
+result is written past the caches (`stream_line`): a plain store first reads the line that it overwrites, a third more
+traffic.
 
-* The result is written past the caches (`stream_line`). A plain store first reads the line that it overwrites, a third
-  more traffic.
-* A plain loop of numba cannot store past the caches. So sums and stores of 16 elements are one operation each
-  (`move_line`, `add_line`), or a part of the bucket is computed into a scratch array, which stays in the first-level
-  cache, and is copied out from there (`gain_momentum`).
-* Which elements are picked is a mask with a bit an element, for 64 at a time. The blocks with a hit are listed first
-  and worked off afterwards: at 1 % every second block has one, so the processor would mispredict a branch in the first
-  loop half of the time. The values of the hits are added a second time, from the caches.
-
-The loops over single places read or write here and there, so what counts is how many accesses are under way at once.
-numpy starts a loop of its own for each line, and widens indices before it uses them.
-
-Comparisons are written ``not (a < b)``, which is true for NaN: so NaN is picked, and found among the picked. Offsets
-are uint64, because numba looks for negative indices in signed ones, and that prevents vector code.
+Comparisons are written ``not (a < b)``, which is true for NaN: so NaN is picked, and found among the picked.
 
 Legend: D bucket · K kept · L lines of 16.
 """
@@ -31,8 +20,10 @@ from shade.gradient._kernels import lanes
 from shade.gradient._kernels.lines import LINE, OVERFLOW, TILE, Places, aligned_zeros
 from shade.types import Bools, Floats
 
+# numba looks for negative indices in signed offsets, and that prevents vector code.
 _U64 = np.uint64
-_BLOCK, _PART, _SHORT_PART = _U64(64), _U64(512), _U64(128)  # by measurement; larger parts cost up to a fourth more
+# By measurement; larger parts cost up to a fourth more.
+_BLOCK, _PART, _SHORT_PART = _U64(64), _U64(512), _U64(128)
 _LINE, _TILE = _U64(LINE), _U64(TILE)
 # Intrinsics are called without their first argument, which no type checker knows.
 add_line: Any = lanes.add_line
@@ -94,6 +85,8 @@ def pick_elements(gradient_D: Any, residual_D: Any, rest_D: Any, threshold: Any,
         stop = min(tile + _TILE, size)
         if count + stop - tile > room:
             return OVERFLOW
+        # The blocks with a hit are listed first and worked off afterwards: at 1 % every second block has one, so the
+        # processor would mispredict a branch in the first loop half of the time.
         for part in range(tile, min(stop, whole), _PART):
             num_hits = _U64(0)
             for block in range(part, min(part + _PART, whole), _BLOCK):
@@ -101,14 +94,17 @@ def pick_elements(gradient_D: Any, residual_D: Any, rest_D: Any, threshold: Any,
                 mask |= move_line(gradient_D, residual_D, rest_D, block + _LINE, limit) << _LINE
                 mask |= move_line(gradient_D, residual_D, rest_D, block + _U64(2) * _LINE, limit) << _U64(2) * _LINE
                 mask |= move_line(gradient_D, residual_D, rest_D, block + _U64(3) * _LINE, limit) << _U64(3) * _LINE
-                hits[num_hits], masks[num_hits] = block, mask  # overwritten by the next block unless this one counts
+                # Overwritten by the next block unless this one counts.
+                hits[num_hits], masks[num_hits] = block, mask
                 num_hits += _U64(mask != 0)
             for hit in range(num_hits):
                 mask = masks[hit]
                 while mask:
                     place = hits[hit] + trailing_zeros(mask)
-                    mask &= mask - _U64(1)  # clears the lowest bit
+                    # Clears the lowest bit.
+                    mask &= mask - _U64(1)
                     indices[count] = place
+                    # Added a second time, from the caches.
                     values[count] = gradient_D[place] + residual_D[place]
                     count += _U64(1)
     wait_for_streams()
@@ -183,6 +179,8 @@ def gain_momentum(velocity_D: Any, gradient_D: Any, momentum: Any, gained_D: Any
     """
     factor, size = np.float32(momentum), _U64(gradient_D.size)
     whole = size - size % _LINE
+    # A plain loop of numba cannot store past the caches. So a part is computed into an array that stays in the
+    # first-level cache, and is copied out from there.
     scratch = np.empty(_SHORT_PART, np.float32)
     for part in range(_U64(0), whole, _SHORT_PART):
         length = min(_SHORT_PART, whole - part)

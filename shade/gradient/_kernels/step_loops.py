@@ -2,10 +2,7 @@
 
 ``last_L`` holds the step up to which each line has moved. A touched element's line has to come from memory whole, so
 all of it is brought up to date, which costs a few vector operations. Tables have a column for each lag; ``rows_F9`` has
-a step's coefficients at ``step % F``. Elements come in ascending order, far apart. The processor's prefetcher does not
-see that pattern, so each line is requested `_AHEAD` elements before its turn. That is faster than gathering and
-scattering 16 elements at a time. A line that was touched whole, as threshold-v16 picks them, takes its gradient as one
-vector.
+a step's coefficients at ``step % F``.
 
 Legend: L lines of 16 · F longest lag + 1.
 """
@@ -20,6 +17,8 @@ from shade._lazy import compiled
 from shade.gradient._kernels import lanes
 from shade.gradient._kernels.lines import LINE
 
+# The processor's prefetcher does not see the pattern of ascending elements that are far apart, so each line is
+# requested `_AHEAD` elements before its turn. That is faster than gathering and scattering 16 elements at a time.
 _LINE, _AHEAD, _U64 = LINE, 64, np.uint64
 # Intrinsics are called without their first argument, which no type checker knows.
 add_linear: Any = lanes.add_linear
@@ -65,6 +64,7 @@ def apply_linear(
             )
             last_L[line] = now
         if _is_whole(indices, k, line):
+            # As threshold-v16 picks them: the gradient is one vector.
             add_linear(x, b, line << _U64(4), values, _U64(k), gain_x, gain_b)
             k += _LINE
         else:

@@ -12,11 +12,6 @@ weights. So where √v ≥ √10⁷ · ε·σ, the table is right to 10⁻⁷ of
 an element below that, whose gradients are as small as ε itself, is *replayed*, step by step. Kept are β₁ᵏ, β₂ᵏ, the
 decay, Y and the next two moments of y, for each lag, in float64.
 
-Weight decay within the gradient (`SparseAdam`) makes the moments follow the weight: there is no closed form, so with it
-every line is replayed. That costs the arithmetic of the dense step, not its memory traffic; AdamW's decay is free.
-
-AMSGrad's maximum has no closed form either, and is refused.
-
 Legend: F longest lag + 1.
 """
 
@@ -103,8 +98,11 @@ class SparseAdam(SparseOptimizer):
             for name in self.moments:
                 memory.add_moment(name)
             self._publish_state(memory)
-        table_6F = _table(memory, group["eps"])  # of the steps before this one
+        # Of the steps before this one.
+        table_6F = _table(memory, group["eps"])
         self._remember(memory, group)
+        # Weight decay within the gradient makes the moments follow the weight, without a closed form: every line is
+        # replayed. That costs the arithmetic of the dense step, not its memory traffic. AdamW's decay is free.
         replay = bool(memory.rows[:, _COUPLED].any())
         memory.touch(
             sparse,
@@ -126,7 +124,6 @@ class SparseAdam(SparseOptimizer):
         )
 
     def _remember(self, memory: OptimizerMemory, group: Mapping[str, Any]) -> None:
-        """Stores this step's coefficients, and adds it to the sums of every lag."""
         step, (beta1, beta2) = memory.step, (float(beta) for beta in group["betas"])
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         correction1, correction2 = 1 - _power(beta1, step), 1 - _power(beta2, step)
@@ -208,7 +205,7 @@ def _table(memory: OptimizerMemory, eps: float) -> Floats:
 
 
 def _power(base: float, exponent: int) -> float:
-    """Returns the power by squaring: multiplications round the same everywhere, a library's power may not."""
+    # By squaring: multiplications round the same everywhere, a library's power may not.
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -2,13 +2,11 @@
 
 It computes the dense optimizer's result on that gradient with zeros everywhere else. In a dense optimizer, momentum and
 weight decay also move elements whose gradient is zero. Here those elements move later, all skipped steps at once, in
-closed form: when something in their line of 16 is touched, or when a sweep reaches them. Each step sweeps one part of
-every bucket in ``flush_every``, in turn, so that no element lags further than that; `flush` brings all of them up to
-date. The forward pass reads lagging elements as they are, and ``flush_every`` bounds the lag; decision 0016 says what
-that costs and what it changes.
+closed form: when something in their line of 16 is touched, or when a sweep reaches them. The forward pass reads lagging
+elements as they are; decision 0016 says what that costs and what it changes.
 
-Coefficients (learning rate, momentum, betas, decay) are read from ``param_groups`` at every step and enter the closed
-forms as they were at each skipped step, so any scheduler works.
+Coefficients (learning rate, momentum, betas, decay) enter the closed forms as they were at each skipped step, so any
+scheduler works.
 
 **Replicas.** `apply` and `flush` produce the same bits on every machine that calls them in the same order. A flush
 rounds differently from no flush: call it on all ranks at the same step, or on none. `state_dict` changes nothing: what
@@ -91,7 +89,8 @@ class SparseOptimizer(Optimizer, ABC):
         """
         if sparse.size != bucket.size:
             raise GradientError.of(f"a gradient of {bucket.size} elements", sparse.size, "apply it to its own bucket")
-        self._opt_called = True  # learning rate schedulers read it and warn without a step
+        # Learning rate schedulers read it and warn without a step.
+        self._opt_called = True
         bucket.rebind()
         bucket.take_changes()
         memory = self._memory(bucket)
@@ -101,6 +100,7 @@ class SparseOptimizer(Optimizer, ABC):
         memory.advance()
         is_sparse = self._step(memory, group, sparse)
         if not is_sparse:
+            # One part in turn, so that no element lags further than ``flush_every`` steps.
             turn = (memory.step - 1) % self.flush_every
             start, stop = (memory.num_lines * each // self.flush_every for each in (turn, turn + 1))
             self._sweep(memory, start, stop)
@@ -134,13 +134,10 @@ class SparseOptimizer(Optimizer, ABC):
         return loss
 
     def flush(self) -> None:
-        """Brings every element up to date. Call it before weights are evaluated or exported, on all ranks or on none.
-
-        Weights change as in a step, so the hooks that run before a step run here too: a snapshot may still be copying
-        the weights.
-        """
+        """Brings every element up to date. Call it on all ranks or none, before weights are evaluated or exported."""
         if not self.is_behind:
             return
+        # Weights change as in a step, and a snapshot may still be copying them: its hook waits.
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})
         for memory in self._memories.values():
@@ -280,7 +277,7 @@ class SparseOptimizer(Optimizer, ABC):
         return memory
 
     def _publish_state(self, memory: OptimizerMemory) -> None:
-        """Puts the memory into ``state``, as PyTorch's optimizers do."""
+        # Where PyTorch's optimizers keep it, in the same memory.
         for parameter, parameter_step in zip(memory.bucket.parameters, memory.parameter_steps, strict=True):
             self.state[parameter] = {"step": parameter_step}
         for name in memory.moments:
@@ -304,6 +301,7 @@ class SparseOptimizer(Optimizer, ABC):
         Raises:
             ConfigError: A moment of another shape than its parameter.
         """
+        # Without the tensors: PyTorch would cast them to their parameter's type and device.
         super().load_state_dict({**state_dict, "state": {}})
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -330,7 +328,7 @@ class SparseOptimizer(Optimizer, ABC):
         self._memories, self._lock = {}, threading.Lock()
 
     def _numbered(self) -> list[Parameter]:
-        """Returns all parameters in the order in which ``state_dict`` numbers them."""
+        # The order in which ``state_dict`` numbers them.
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _all_lags(self) -> list[dict[str, Any]]:
@@ -342,7 +340,6 @@ class SparseOptimizer(Optimizer, ABC):
         return lags + self._lags
 
     def _take_lag(self, memory: OptimizerMemory) -> None:
-        """Moves the loaded state of a new bucket into its memory."""
         parameters = self._numbered()
         for lag in list(self._lags):
             mine = [parameters[number] for number in lag["parameters"]]
@@ -384,7 +381,6 @@ def corrections_of(
 
 
 def _copied(value: Any) -> Any:
-    """Returns a copy as float32 on the CPU; a value that is no tensor as it is."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().to("cpu", torch.float32, copy=True)

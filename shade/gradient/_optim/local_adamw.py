@@ -1,15 +1,14 @@
 """AdamW whose moments stay on each rank: of each rank's own whole gradient.
 
 An Adam that receives one element in thirty divides the sum of the skipped gradients by the size of such sums, and
-learns a fifth as fast (decision 0016 has the figures). So the engine computes Adam's direction from every gradient on
-the rank that has it (`_compress.correction.AdamCorrection`), and chooses, sends and averages directions. What is left
-for the optimizer is ``w ← w − lr · (direction + weight_decay · w)``, the same on every rank.
+learns a fifth as fast (decision 0016 has the figures). So the engine averages directions of
+`_compress.correction.AdamCorrection`. What is left here is ``w ← w − lr · (direction + weight_decay · w)``.
 
 By default there is no first moment. At 3 % an element waits about 30 steps in the residual until it is among the
 largest, and then carries the mean of that time. A first moment in front of it adds 9 steps of delay and smooths nothing
-(decision 0016 has these figures, too). Where nearly everything is sent, use (0.9, 0.999): on one rank that is
-`torch.optim.AdamW`. On several ranks, the mean of the ranks' directions replaces the direction of the mean; the paper
-below shows that it converges alike.
+(decision 0016). Where nearly everything is sent, use (0.9, 0.999): on one rank that is `torch.optim.AdamW`. On several
+ranks, the mean of the ranks' directions replaces the direction of the mean; the paper below shows that it converges
+alike.
 
 Moments are part of the engine's state, not of the optimizer's. A rank that joins starts without them.
 
@@ -57,6 +56,7 @@ class LocalAdamW(SparseSGD):
         *,
         flush_every: int = FLUSH_EVERY,
     ) -> None:
+        # Made only for its checks.
         AdamCorrection(betas, eps)
         super().__init__(params, lr, weight_decay=weight_decay, flush_every=flush_every)
         self.defaults |= {"betas": betas, "eps": eps}

@@ -3,9 +3,6 @@
 A line is a cache line of float32: an access to one of its elements loads all of them, so all are brought up to date.
 That makes the bookkeeping a sixteenth of what single elements would need, and neighbours of what is touched never lag.
 
-Every array is padded to whole lines. The weights belong to the bucket and may end within a line; that last line goes
-through a small array of its own.
-
 Legend: D bucket · L lines of 16.
 """
 
@@ -62,6 +59,7 @@ class OptimizerMemory:
 
     def add_moment(self, name: str) -> Floats:
         """Adds a moment and returns it: zeros, one for each element."""
+        # Padded to whole lines, which the loops read and write.
         self.moments[name] = aligned_zeros(self.num_lines * LINE)
         return self.moments[name]
 
@@ -86,6 +84,7 @@ class OptimizerMemory:
         if cut:
             heads = [each[:body] for each in moments]
             apply(x[:body], heads, self.last_L[:whole], sparse.indices_K[:cut], sparse.values_K[:cut])
+        # The weights belong to the bucket and may end within a line: it goes through an array of its own.
         if cut < sparse.count:
             end = _padded(x[body:])
             ends = [each[body:] for each in moments]

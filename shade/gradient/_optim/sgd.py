@@ -3,11 +3,9 @@
 Without a gradient, a step of SGD is a linear map of an element's weight and momentum, (x, b), the same for all
 elements. So any number of skipped steps is one such map, the product of theirs, whatever the schedulers did in between.
 Kept are the products of the last 1 … ``flush_every`` steps, in float64, as ``x += xx·x + xb·b`` and
-``b = bx·x + bb·b``: xx is the difference to 1, which float32 could not hold next to 1. A step multiplies each of them
-again. The gradient enters linearly, so it is added after the map.
+``b = bx·x + bb·b``. The gradient enters linearly, so it is added after the map.
 
-Price at 25 million parameters and 1 % touched: benchmarks/results/gradient-apply.md. With neither momentum nor weight
-decay nothing lags, nothing is kept, and only the touched elements move.
+Price at 25 million parameters and 1 % touched: benchmarks/results/gradient-apply.md.
 
 Legend: F longest lag + 1.
 """
@@ -83,6 +81,7 @@ class SparseSGD(SparseOptimizer):
         return OptimizerMemory(bucket, step, history, np.zeros((0, 0), dtype=np.float32))
 
     def _step(self, memory: OptimizerMemory, group: Mapping[str, Any], sparse: Sparse) -> bool:
+        # With neither momentum nor weight decay nothing lags, nothing is kept, and only the touched elements move.
         is_plain = not group["momentum"] and not group["weight_decay"]
         if is_plain and not memory.moments:
             rate = np.float32(group["lr"])
@@ -130,10 +129,10 @@ class _Map(NamedTuple):
 
 
 def _map_of(group: Mapping[str, Any], is_first: bool) -> _Map:
-    """Returns this step's map from the group's current settings. PyTorch's first step does not dampen."""
     lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
     if not momentum:
         return _Map(-lr * decay, 0.0, 0.0, 1.0, lr, 0.0)
+    # PyTorch's first step does not dampen.
     kept = 1.0 if is_first else 1.0 - float(group["dampening"])
     if group["nesterov"]:
         share, pull = 1.0 + momentum * kept, momentum * momentum
@@ -143,7 +142,8 @@ def _map_of(group: Mapping[str, Any], is_first: bool) -> _Map:
 
 
 def _multiply(history: npt.NDArray[np.float64], step_map: _Map) -> None:
-    """Every product grows by this step, and by one place; lag 0 stays the map that changes nothing."""
+    # Every product grows by this step, and moves to the next lag; lag 0 stays the map that changes nothing.
+    # xx is the difference to 1, which float32 could not hold next to 1.
     xx, xb, bx, bb = history[:, :-1].copy()
     history[0, 1:] = step_map.xx + (1 + step_map.xx) * xx + step_map.xb * bx
     history[1, 1:] = (1 + step_map.xx) * xb + step_map.xb * bb

@@ -4,12 +4,10 @@ A `RankGroup` has connections of its own, so its messages never meet the trainin
 Each user has a group of its own where it talks on a thread of its own. Messages are JSON, numbers and plain tensors: no
 bytes from a network are unpickled.
 
-Every wait ends: with the answer, or after ``timeout_seconds`` with a `PeerLostError` that names what was waited for. A
-dead rank breaks the connection and is noticed at once. After the first failure every later call fails with the same
-message, because an answer that comes late must not be taken for the next one.
+Every wait ends: with the answer, or after ``timeout_seconds`` with a `PeerLostError` that names what was waited for.
+After the first failure every later call fails with the same message.
 
-Price: W² connections, and about three threads and seven descriptors in each process, until `RankGroup.close`. So who
-asks one question makes a group, asks, and closes it.
+Price: W² connections, and about three threads and seven descriptors in each process, until `RankGroup.close`.
 
 Making a group is collective: all its ranks make their groups in the same order. All ranks call the same methods in the
 same order, one thread at a time. To close one is local, and breaks no rank that still reads the last answer.
@@ -131,7 +129,8 @@ class GlooGroup(RankGroup):
     def gather(self, message: Any) -> list[Any]:
         mine = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
         longest = int(self.gather_fields(np.array([len(mine)], dtype=np.int64)).max())
-        padded = np.full(longest, ord(" "), dtype=np.uint8)  # JSON ignores trailing spaces
+        # JSON ignores trailing spaces.
+        padded = np.full(longest, ord(" "), dtype=np.uint8)
         padded[: len(mine)] = mine
         all_W = np.empty((self.world_size, longest), dtype=np.uint8)
         self._gather("every rank's message", all_W, padded)
@@ -157,12 +156,12 @@ class GlooGroup(RankGroup):
         self._wait(what, lambda: dist.broadcast(tensor, group_src=source, group=self._group, async_op=True))
 
     def _wait(self, what: str, begin: Callable[[], Any]) -> None:
-        """Starts a collective and waits for its end; any failure of the backend becomes `PeerLostError`."""
         if self._lost is None:
             try:
                 begin().wait(self._timeout)
                 return
             except (RuntimeError, ValueError) as error:
+                # Later calls fail, too, because an answer that comes late must not be taken for the next one.
                 self._lost = reason_of(error)
         # Not raised from the handler: the backend's traceback would keep the group alive, and the end of a rank's
         # connections is what shows the others that it has given up.
@@ -198,9 +197,10 @@ def agreed_name(group: RankGroup) -> str:
 
 
 def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tuple[int, int, bool]:
-    """Returns how many ranks there are, this one's number, and whether torch.distributed connects them, which says what
-    the caller does not. Raises ConfigError for a rank or a batch size out of range."""
+    """Returns how many ranks there are, this one's number, and whether torch.distributed connects them. Raises
+    ConfigError for a rank or a batch size out of range."""
     distributed = dist.is_available() and dist.is_initialized()
+    # torch.distributed says what the caller does not.
     num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
     rank = (dist.get_rank() if distributed else 0) if rank is None else rank
     if not 0 <= rank < num_replicas:
@@ -228,7 +228,8 @@ def new_gloo_group(ranks: Sequence[int] | None, timeout_seconds: float) -> dist.
 def free_group(group: dist.ProcessGroup) -> None:
     """Makes torch.distributed forget a group, which ends with the caller's last reference to it."""
     if dist.is_initialized():
-        with contextlib.suppress(ValueError):  # the trainer has destroyed all groups already, or it was never known
+        # The trainer may have destroyed all groups already, or the group was never known.
+        with contextlib.suppress(ValueError):
             dist.destroy_process_group(group)
 
 

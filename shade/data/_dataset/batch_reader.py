@@ -1,10 +1,7 @@
 """BatchReader: reads a batch of a `ShadeDataset` through the cache, decodes it and runs the transforms.
 
 The DataLoader's processes use it through ``ShadeDataset.__getitems__``, `ShadeLoader`'s threads step by step: one
-thread fetches and draws, many render. torchvision's usual transforms are fused into one pass over the pixels
-(`_transforms.fused`); all others run as they were written. The samples are the same either way.
-
-It pickles into workers under fork, spawn and forkserver; the access log is opened again where it is needed.
+thread fetches and draws, many render. Invariant: samples are the same whether transforms are fused or run as written.
 """
 
 from __future__ import annotations
@@ -44,16 +41,14 @@ Transforms = list[Callable[[Any], Any]]
 
 class CollatedBatch:
     """A batch that is collated already: ``default_collate`` of a list with this alone returns its ``parts``, in the
-    process that receives it.
-
-    torch passes a tensor between processes as a file descriptor: a connection, a handshake and a mapping, 0.3 ms each.
-    Columns of less than `INLINE_BYTES` travel as bytes in the message.
-    """
+    process that receives it."""
 
     def __init__(self, parts: list[Any]) -> None:
         self.parts = parts
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        # torch passes a tensor between processes as a file descriptor: a connection, a handshake and a mapping, 0.3 ms
+        # each. Columns of up to `INLINE_BYTES` travel as bytes in the message.
         return _unpacked, (_packed(self.parts),)
 
 
@@ -257,8 +252,8 @@ class BatchReader:
         return payloads
 
     def _compare_hits(self, indices: Sequence[int], payloads: list[Any], hits: list[bool]) -> None:
-        """Reads the hits number 1, 2, 4 … 1024, 2048, 3072 … of this process from the origin, too."""
         assert self._cache is not None
+        # Hits number 1, 2, 4 … 1024, 2048, 3072 … of this process.
         for index, payload, hit in zip(indices, payloads, hits, strict=True):
             self._num_hits += hit
             if not hit or self._num_hits < self._next_compared:
@@ -276,7 +271,6 @@ class BatchReader:
                 )
 
     def _read_origin(self, near: set[int], turn: threading.Lock | None, absent: list[int]) -> list[Any]:
-        """Reads what no cache has; adds the samples that the source had near to ``near``."""
         with _left(turn):
             return self._read_absent(near, absent)
 
@@ -392,12 +386,12 @@ class BatchReader:
         )
 
     def _log_accesses(self, indices: Sequence[int], hits: list[bool]) -> None:
-        """Writes the lines of the access log, one write a batch, so that processes may share the file."""
         if self._log_fd is None or self._log_fd[0] != os.getpid():
             assert self._access_log is not None
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             self._log_fd = (os.getpid(), os.open(self._access_log, flags, 0o644))
         lines = [f"{'hitting' if hit else 'miss'} {index}\n" for index, hit in zip(indices, hits, strict=True)]
+        # One write a batch, so that processes may share the file.
         os.write(self._log_fd[1], "".join(lines).encode())
 
     def close(self) -> None:
@@ -428,9 +422,7 @@ def _left(turn: threading.Lock | None) -> Iterator[None]:
 class ReaderPool:
     """The readers of one process: the first one, and others while several threads read at once.
 
-    Threads that the user's pipeline starts (Grain, torchdata's nodes) may come and go, so a thread has a reader for one
-    batch. The origin is read in all threads at once; the cache is asked by one at a time, because sixteen threads that
-    take turns at the interpreter's lock make a round of 1 ms last 100 ms, for all of them.
+    The origin is read in all threads at once; the cache is asked by one at a time.
     """
 
     def __init__(self, reader: BatchReader) -> None:
@@ -449,9 +441,11 @@ class ReaderPool:
 
     def read(self, indices: Sequence[int], seed: int, worker: int, *, collates: bool) -> list[Any]:
         """Returns a batch as `BatchReader.finish` or `BatchReader.finish_collated` does; ``worker`` is the DataLoader's
-        worker id, or −1. Random transforms run in one thread at a time: they draw from the process's generators."""
+        worker id, or −1."""
         if self._pid != os.getpid():
             self._per_process()
+        # Threads that the user's pipeline starts (Grain, torchdata's nodes) may come and go, so a thread has a reader
+        # for one batch.
         free = self._free
         try:
             number, reader = free.pop()
@@ -461,8 +455,11 @@ class ReaderPool:
             reader = self._reader.for_worker(number)
         try:
             reader.enter_worker(worker if number == -1 else number)
+            # Sixteen threads that take turns at the interpreter's lock make a round of 1 ms last 100 ms, for all of
+            # them.
             with self._asking:
                 payloads = reader.fetch(indices, self._asking)
+            # Random transforms draw from the process's generators, so they run in one thread at a time.
             with self._drawing if reader.may_draw else contextlib.nullcontext():
                 return (reader.finish_collated if collates else reader.finish)(indices, payloads, seed)
         finally:

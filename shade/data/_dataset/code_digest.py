@@ -1,14 +1,9 @@
 """CodeDigest: the name of a function, by all that decides its result: code, arguments, state, versions of libraries.
 
-A cache that names a function by its source alone serves old results when a helper, a global or a closed-over value
-changes. So the user's own code is followed: bytecode and constants, defaults, closures, the globals that the bytecode
-loads, methods of its classes, and attributes of objects down to the bytes of tensors. File names, line numbers and
-comments do not count. What is installed (a folder with ``*.dist-info``) is named by its version, not by its code. The
-same rule for what has neither code nor a version: it has no stable name, and is refused unless the user gives a
-``version``.
-
-The bytecode also says whether code refers to the time, the process, or a source of random numbers; `random_of` keeps
-that by code object, because a module's ``__init__`` may draw its weights while its ``forward`` draws nothing.
+The user's own code is followed: bytecode and constants, defaults, closures, the globals that the bytecode loads,
+methods of its classes, and attributes of objects down to the bytes of tensors. File names, line numbers and comments do
+not count. What is installed (a folder with ``*.dist-info``) is named by its version. What has neither code nor a
+version has no stable name.
 
 Invariant: equal digests mean equal bytecode, equal state and equal versions of all that was reached.
 """
@@ -187,11 +182,13 @@ class CodeDigest:
             return self._add_module(value, place)
         if self._add_by_name(value, place):
             return None
-        if type(value) is not tuple:  # equal tuples of constants may be one object or several
+        # Equal tuples of constants may be one object or several.
+        if type(value) is not tuple:
             if id(value) in self._numbers:
                 return self._emit(place, f"again {self._numbers[id(value)]}")
             self._numbers[id(value)] = len(self._numbers)
-            self._held.append(value)  # an id may be used again
+            # An id may be used again once its object is gone.
+            self._held.append(value)
         for kinds, add in _BY_KIND:
             if isinstance(value, kinds):
                 return add(self, value, place)
@@ -291,7 +288,7 @@ class CodeDigest:
         self._emit(place, f"{module} {function.__code__.co_name}")
 
     def _named(self, code: types.CodeType) -> Any:
-        """Returns a context in which the user's own modules count by the names that code mentions."""
+        # The user's own modules count by the names that code mentions.
         return _Names(self, set(_words_of(code)))
 
     def _add_code(self, code: types.CodeType, names: dict[str, Any], place: str) -> None:
@@ -306,6 +303,7 @@ class CodeDigest:
                 self._add(const, place)
         with self._named(code):
             for name, value in _references(code, names):
+                # By code object, because a module's `__init__` may draw its weights while its `forward` draws nothing.
                 if (reason := _random_name(name, value)) is not None:
                     self.random_of.setdefault(code, reason)
                     self._emit(place, reason)
@@ -323,6 +321,7 @@ class CodeDigest:
                 self._add(key, f"a key of {place}")
                 self._add(part, f"{place}.{key}" if isinstance(key, str) else place)
         elif isinstance(value, (set, frozenset)):
+            # The order of a set differs between processes, so its parts are digested apart and sorted.
             self._emit(place, " ".join(sorted(self._apart(part, place) for part in value)))
         else:
             for part in value:
@@ -333,7 +332,6 @@ class CodeDigest:
             self._add(getattr(value, "__dict__", {}), place)
 
     def _apart(self, value: Any, place: str) -> str:
-        """Returns the digest of a part whose place among others is not known."""
         other = CodeDigest(self._version)
         other._names = self._names
         other.add(value, place)
@@ -351,7 +349,8 @@ class CodeDigest:
             for name in ("__reduce_ex__", "__reduce__", "__getstate__")
         )
         try:
-            reduced = value.__reduce_ex__(2)  # refuses what has a state in C and does not pickle
+            # Refuses what has a state in C and does not pickle.
+            reduced = value.__reduce_ex__(2)
         except Exception:  # noqa: BLE001 - the object's own code
             return self._unnameable(place, f"{kind.__module__}.{kind.__qualname__} has a state that does not pickle")
         if has_own_way and isinstance(reduced, str):

@@ -1,7 +1,6 @@
 """The name of a data set's content: what it holds in memory, and sizes and times of the files that it names.
 
-A name has to change when the content does, and reading all items would be an epoch of slow storage. So `ContentDigest`
-takes what is known without reading one. Data sets of Hugging Face name their own content.
+Reading all items would be an epoch of slow storage, so `ContentDigest` takes what is known without reading one.
 """
 
 from __future__ import annotations
@@ -54,11 +53,7 @@ def content_digest(dataset: Any, version: str | None) -> str:
 
 
 class ContentDigest:
-    """Digests what a data set holds in memory, and sizes and times of the files that it names; reads no item.
-
-    It follows attributes through wrappers (`Subset`, `ConcatDataset`, one's own). Of numbers and strings it takes those
-    in lists, dicts, arrays and tables alone: an attribute like ``rank`` differs where the content does not.
-    """
+    """Digests what a data set, or one inside it (`Subset`, `ConcatDataset`, one's own wrapper), holds in memory."""
 
     def __init__(self, dataset: Any) -> None:
         self._digest = xxhash.xxh3_64()
@@ -75,7 +70,8 @@ class ContentDigest:
     def _add(self, value: Any, folders: list[str]) -> None:
         if id(value) in self._seen:
             return
-        self._seen[id(value)] = value  # holds it, because an id may be used again
+        # Holds the value, because an id may be used again.
+        self._seen[id(value)] = value
         opened = getattr(value, "filename", None)  # of h5py, zipfile, numpy.memmap
         if has_fingerprint(value):
             self._update(value._fingerprint)
@@ -88,6 +84,7 @@ class ContentDigest:
         elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
             self._update(f"{value.dtype} {value.shape}")
             self._digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        # Of numbers and strings those in containers alone: an attribute like `rank` differs where the content does not.
         elif isinstance(value, (list, tuple, dict)):
             self._add_container(value, folders)
         elif hasattr(value, "to_numpy"):  # a table of pandas or polars
@@ -100,7 +97,8 @@ class ContentDigest:
     def _add_container(self, value: Any, folders: list[str]) -> None:
         parts = list(value.items()) if isinstance(value, dict) else list(value)
         try:
-            self._digest.update(marshal.dumps(parts, 0))  # version 0 holds no reference counts
+            # Version 0 of the format holds no reference counts.
+            self._digest.update(marshal.dumps(parts, 0))
         except ValueError:
             for part in parts:
                 self._update(str(part) if isinstance(part, (str, int, float, os.PathLike)) else ":")

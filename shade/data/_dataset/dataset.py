@@ -1,11 +1,7 @@
 """ShadeDataset: any map-style data set, read through a cache.
 
-It fetches whole batches: the DataLoader calls ``__getitems__`` with the indices of one batch, which costs one round to
-the cache and one parallel round to the origin instead of one of each a sample. A sample comes back as
-``(sample, target, index)``; the loop reports the sample's loss under that index.
-
-It works in the training process and in workers under fork, spawn and forkserver: all that it holds pickles. Several
-threads may ask for batches at once: they read the origin together (`ReaderPool`).
+A sample comes back as ``(sample, target, index)``; the loop reports the sample's loss under that index. It works in the
+training process and in workers under fork, spawn and forkserver. Several threads may ask for batches at once.
 
 Invariant: samples are those of the wrapped data set, pixel for pixel, whether the cache is cold, warm, wrong or dead.
 """
@@ -339,6 +335,8 @@ class ShadeDataset(Dataset[Any]):
         Raises:
             BadSampleError: A sample cannot be read or decoded and ``on_bad_sample`` is ``"stop"``.
         """
+        # A whole batch costs one round to the cache and one parallel round to the origin, instead of one of each a
+        # sample.
         seed, collates = getattr(indices, "seed", 0), getattr(indices, "collates", False)
         indices = self._reader.checked_many(indices)
         if self.cache is not None and not self.cache.store.shared and self._pid != os.getpid():
@@ -366,7 +364,7 @@ class ShadeDataset(Dataset[Any]):
 
 
 def _check_not_wrapped(dataset: Any) -> None:
-    """Refuses a `ShadeDataset`, and one inside a wrapper of torch: each sample would come with two indices."""
+    # Each sample would come with two indices.
     outer, inside = type(dataset).__name__, [dataset]
     while inside:
         found = inside.pop()

@@ -1,8 +1,6 @@
 """Keeps samples decoded in the cache.
 
-`DecodedSource` reads files as `FileSource` does, and decodes those that stay in the cache. The files' headers have the
-pictures' sizes, but reading all headers would cost an epoch of slow storage. So sizes are estimated from a few files,
-and the true size of an entry is counted when it is written (`shade.cache.admission`).
+`DecodedSource` reads files as `FileSource` does, and decodes those that stay in the cache.
 """
 
 from __future__ import annotations
@@ -54,7 +52,8 @@ class Probe:
         self._source, self._max_side = source, max_side
         self.num_reads = self.num_bytes = 0
         half = len(indices) // 2
-        self.payload_of = self.read(indices[:half])  # here the origin finds out how slow it is
+        # With the first half the origin finds out how slow it is; only reads of the second half are timed.
+        self.payload_of = self.read(indices[:half])
         begun, num_bytes = time.perf_counter(), self.num_bytes
         rest = self.read(indices[half:])
         seconds, num_bytes = time.perf_counter() - begun, self.num_bytes - num_bytes
@@ -107,10 +106,13 @@ class DecodedSource(PreparedSource):
 
     def __init__(self, files: FileSource, probe: Probe, max_side: int | None) -> None:
         self._files, self._max_side = files, max_side
-        self.prepares_all = max_side is not None  # or some samples would be smaller than others
+        # Or some samples would be smaller than others.
+        self.prepares_all = max_side is not None
         self.num_probes, self.probe_bytes = probe.num_reads, probe.num_bytes
         self.fingerprint = f"{files.fingerprint}-{max_side or 'whole'}"
         self.target_N = files.target_N
+        # Reading all headers for the true sizes would cost an epoch of slow storage. The true size of an entry is
+        # counted when it is written (`shade.cache.admission`).
         self.payload_bytes_N = (files.payload_bytes_N * probe.growth).astype(np.int64)
 
     @override

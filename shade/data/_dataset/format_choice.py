@@ -91,16 +91,17 @@ class FormatChoice:
             logger.info("form=%r: %s", self.used, self.forecast)
 
     def _costs(self, source: SampleSource, mean_bytes: float) -> FormatCosts:
-        """Returns the costs of samples as they are, ``mean_bytes`` long in the store. An item is made by the user's
-        code, in the process that transforms it, while bytes of files and shards are waited for."""
+        """Returns the costs of samples as they are, ``mean_bytes`` long in the store."""
         found = self._measured
+        # An item is made by the user's code, in the process that transforms it, while bytes of files and shards are
+        # waited for.
         if isinstance(source, ItemSource):
             return FormatCosts(0.0, found.decode_seconds, mean_bytes, None, make_seconds=found.read_seconds)
         decoded_bytes = mean_bytes * found.growth if source.has_pictures else None
         return FormatCosts(found.read_seconds, found.decode_seconds, mean_bytes, decoded_bytes)
 
     def _probe_prefixes(self, source: SampleSource) -> dict[str, Probed]:
-        """Probes prefixes until the first that must not be cached: if it is random, all longer ones are."""
+        # Up to the first that must not be cached: if it is random, all longer ones are.
         wishes, num_samples = self._wishes, len(source.payload_bytes_N)
         indices, payload_of = probed_indices(num_samples), self._measured.payload_of
         if wishes.prefixes:
@@ -139,6 +140,6 @@ class FormatChoice:
 
 
 def _agreed(cached_format: str) -> str:
-    """Returns rank 0's choice: clocks differ between ranks, and ranks share a cache."""
+    # Clocks differ between ranks, and ranks share a cache, so all take rank 0's choice.
     with closing(current_group("the cached format")) as group:
         return str(group.share(cached_format))

@@ -9,9 +9,8 @@ Invariant: ``decode(encode(item)) == item``, dtypes and containers included. `en
 promise: subclasses of tensors (but torchvision's `Image`, `Mask` and `Video`), arrays and containers, sparse and
 quantised tensors, structured arrays. Of a PIL image it keeps pixels, palette and transparency, not the file's metadata.
 
-Items of one kilobyte cost more to build than to read: a JSON text, a buffer and a tensor each, and then a copy into the
-batch. `collated` copies a batch's buffers straight from the payloads into the batch. Skeletons that were met before are
-not parsed again. Invariant: it returns what ``default_collate`` makes of the decoded items, or None.
+`collated` copies a batch's buffers straight from the payloads into the batch. Invariant: it returns what
+``default_collate`` makes of the decoded items, or None.
 """
 
 from __future__ import annotations
@@ -231,9 +230,9 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _build_image(value: list[Any], cursor: _Cursor) -> Image.Image:
-    """Builds an image; allocates its memory only if the bytes that fill it are present."""
     mode, (width, height), num_bytes, palette, transparency = value
     raw = cursor.take(num_bytes)
+    # The image's memory is allocated only if the bytes that fill it are present.
     if _num_elements([width, height]) and num_bytes != height * -(-width * _PIXEL_BITS[mode] // 8):
         raise ValueError(f"{num_bytes} bytes for an image of {width} × {height} in mode {mode}")
     image = Image.frombytes(mode, (width, height), bytes(raw)) if raw else Image.new(mode, (width, height))
@@ -269,9 +268,12 @@ def collated(payloads: Sequence[Any], indices: Sequence[int]) -> list[Any] | Non
     None if these payloads have to be decoded one by one: they differ in more than values, hold what is no tensor,
     array, number or string, or are damaged.
     """
-    if len(_layouts) > _MOST_LAYOUTS:  # values differ from item to item, such as weights
+    # Values may differ from item to item, such as weights, and then each skeleton is met once.
+    if len(_layouts) > _MOST_LAYOUTS:
         _layouts.clear()
         _specs.clear()
+    # Items of one kilobyte cost more to build than to read: a JSON text, a buffer and a tensor each, and then a copy
+    # into the batch.
     layouts = list[_ItemLayout]()
     for payload in payloads:
         layout = _layout_at(payload) if isinstance(payload, (bytes, memoryview)) else None
@@ -300,7 +302,8 @@ def _layout_at(payload: bytes | memoryview) -> _ItemLayout | None:
     try:
         spec = _spec_of(json.loads(skeleton), values, lengths)
         spec = _specs.setdefault(spec, spec)
-    except (ValueError, TypeError, KeyError, IndexError):  # of another kind, or damaged: `decode` has the last word
+    # Of another kind, or damaged: `decode` has the last word.
+    except (ValueError, TypeError, KeyError, IndexError):
         layout = None
     else:
         at = _LENGTH.size + len(skeleton)
@@ -357,10 +360,9 @@ def _collate(spec: Any, num_samples: int, values: Iterator[Any], buffers: Iterat
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor for a batch; a large one in a worker process in memory that its parent can map, as
-    ``default_collate`` does it."""
     if get_worker_info() is None or math.prod(shape) * dtype.itemsize <= INLINE_BYTES:
         return torch.empty(shape, dtype=dtype)
+    # As `default_collate` does it in a worker: memory that the parent process can map.
     elem = torch.empty(0, dtype=dtype)
     storage: Any = elem._typed_storage()._new_shared(math.prod(shape), device=elem.device)  # type: ignore[no-untyped-call]
     return elem.new(storage).resize_(shape)

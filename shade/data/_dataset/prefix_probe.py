@@ -1,12 +1,8 @@
 """`probe` names a `Prefix`, and refuses it unless it always gives the same result.
 
-The name is made of three things, because none of them sees everything: the digest of code, state and versions
-(`code_digest`), the libraries and the user's own code that ran while samples passed, and the results themselves. So a
-change that is in no code, such as another codec of the system, still gives a new name if it changes a probed result.
-
-Each probed sample passes twice: in this thread, then in another one, in the other order and with other seeds. A draw
-from a global generator counts even if the results are equal, because it may matter for the next sample. Code that ran
-and refers to the time or a source of random numbers is refused without a difference: a clock of seconds shows none.
+The name is made of three things: the digest of code, state and versions (`code_digest`), the libraries and the user's
+own code that ran while samples passed, and the results themselves. Each probed sample passes twice: in this thread,
+then in another one, in the other order and with other seeds.
 
 Invariant: after `probe` the user's global generators are as they were.
 """
@@ -66,9 +62,9 @@ class _Watched:
     """Files that were opened."""
 
     def call(self, prefix: Prefix, sample: Any) -> Any:
-        """Returns the prefix's result; records meanwhile. Finalizers of other objects do not run, so they do not
-        count."""
+        """Returns the prefix's result; records meanwhile."""
         before, collects = sys.getprofile(), gc.isenabled()
+        # Finalizers of other objects must not run, because they would count.
         gc.disable()
         _AUDIT.watched_by[threading.get_ident()] = self
         try:
@@ -92,7 +88,7 @@ class _Watched:
 
 
 class _Audit:
-    """Sees files being opened. The interpreter keeps an audit hook for ever; it is added at the first probe."""
+    """Sees files being opened."""
 
     def __init__(self) -> None:
         self.watched_by: dict[int, _Watched] = {}
@@ -100,7 +96,7 @@ class _Audit:
         self._is_added = False
 
     def add(self) -> None:
-        """Adds the hook, once."""
+        # Only at the first probe: the interpreter keeps an audit hook for ever.
         if not self._is_added:
             sys.addaudithook(self._hook)
             self._is_added = True
@@ -172,6 +168,7 @@ def probe(
     before.libraries |= {library for each in [*watched.modules, *watched.codes.values()] if (library := _library(each))}
     with naming():
         before.add_versions()
+    # A change that is in no code, such as another codec of the system, gives a new name if it changes a probed result.
     digest = xxhash.xxh3_128(before.hexdigest().encode())
     for index in indices:
         digest.update(first.payload_of.get(index, b"failed"))
@@ -192,6 +189,7 @@ def _check_watched(name: str, watched: _Watched, digest: CodeDigest, paths: set[
     for source in watched.calls:
         raise random_prefix(f"{name} calls {source}")
     for code, module in watched.codes.items():
+        # Refused without a difference between the results: a clock of seconds shows none.
         if code in digest.random_of:
             raise random_prefix(f"{code.co_name} refers to {digest.random_of[code]}")
         if version is None and code not in digest.codes and is_own(code, module):
@@ -241,6 +239,7 @@ class _ProbePass:
                 continue
             self.seconds.append(time.perf_counter() - begun)
             for name, state in generator_states().items():
+                # This counts even if the results are equal, because it may matter for the next sample.
                 if states.get(name, state) != state:
                     raise random_prefix(f"{self._name} draws from {name}")
             self._check_input(index, item, original)

@@ -1,11 +1,7 @@
 """PrefixedSource: keeps the results of a `Prefix` in the cache, each with what comes with its sample.
 
 Files are read as `FileSource` reads them, a batch at once, and so are the samples of a data set that brings its source.
-Of others items are read one by one, and need not be of a kind that a codec knows, because only results are encoded;
-where ``form="auto"`` has chosen the prefix, they have passed the codec. A file's class is not cached: it is known
-without.
-
-The sizes of results are not known before they are made, so the largest probed one stands for all, as for items.
+Of others items are read one by one, and need not be of a kind that a codec knows, because only results are encoded.
 
 Invariant: a sample is what the prefix makes of the data set's item, whether it is cached or not.
 """
@@ -82,6 +78,7 @@ class PrefixedSource(ItemSource, PreparedSource):
         self.probe_bytes = 0 if self._before is None else self._before.probe_bytes
         probed = probed or probe(prefix, self._probed_item, self._encoded, num_samples, version)
         self.fingerprint = xxhash.xxh3_64_hexdigest(f"{content} {probed.fingerprint}".encode())
+        # Sizes of results are not known before they are made, so the largest probed one stands for all.
         self.payload_bytes_N = np.full(num_samples, max(map(len, probed.payloads)), dtype=np.int64)
         self.compares_hits = version is None
         targets = getattr(dataset, "targets", None)
@@ -126,6 +123,7 @@ class PrefixedSource(ItemSource, PreparedSource):
             item = self._before.decode(index, payload)
         except BadSampleError as error:
             return error
+        # A file's class is known without a read, and so is not cached.
         return item if self._files is None else item[:1]
 
     def _item(self, index: int) -> Any:

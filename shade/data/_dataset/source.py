@@ -1,9 +1,7 @@
 """Sources of samples: a data set's files as bytes, or its items through a codec.
 
-`FileSource` is the fast path for ImageFolder-like data sets (``samples`` of (path or URL, target) and torchvision's own
-loader). The payload is the file, unchanged, so a cached sample decodes to the same pixels, and its size is known before
-it is read. `ItemSource` takes any other map-style data set; the payload is the encoded item. Only the source touches
-the origin, and it counts exactly what it reads.
+`FileSource` is for ImageFolder-like data sets; the payload is the file, unchanged. `ItemSource` is for any other; the
+payload is the encoded item. Only the source touches the origin, and it counts exactly what it reads.
 """
 
 from __future__ import annotations
@@ -239,13 +237,15 @@ class ItemSource(SampleSource):
         self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
         self.has_encoded_items = decode_item is item_codec.decode
         num_samples = len(dataset)
-        is_sampled = version is None and num_samples > _PROBES  # else the fingerprint covers every item, or none
+        # Else the fingerprint covers every item, or none.
+        is_sampled = version is None and num_samples > _PROBES
         if is_sampled:
             # Before the first read, after which a data set may hold other things in memory.
             digest.update(ContentDigest(dataset).hexdigest().encode())
         # Sizes are not known before an item is made; a few evenly spaced ones stand for all, the same on every rank.
         probes = sorted({int(i) for i in np.linspace(0, num_samples - 1, min(_PROBES, num_samples))})
-        with kept_generators():  # the script's random numbers stay those that it has without shade
+        # The script's random numbers stay those that it has without shade.
+        with kept_generators():
             payloads = self._probe(probes)
             again = self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True)
         self.is_random = not set(again) <= set(payloads)
@@ -259,7 +259,7 @@ class ItemSource(SampleSource):
         self.target_N = class_targets(targets, num_samples)
 
     def _probe(self, indices: list[int], *, may_fail: bool = False) -> list[bytes]:
-        """Encodes the items that can be read; `on_bad_sample` decides about the others when their turn comes."""
+        # `on_bad_sample` decides about items that cannot be read when their turn comes.
         payloads = []
         for index in indices:
             try:
@@ -275,7 +275,7 @@ class ItemSource(SampleSource):
         return payloads
 
     def _encoded(self, index: int, item: Any) -> bytes:
-        """Encodes a sample that could be read; raises ConfigError, because the encoder's failure is no bad sample."""
+        # Raises ConfigError, because the encoder's failure is no bad sample.
         self._check_item(index, item)
         try:
             return self._encode(item)
@@ -411,8 +411,7 @@ def file_source_of(
 
 
 def has_sample_files(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None) -> bool:
-    """Returns whether `ShadeDataset` reads the data set's files itself, and so runs its transform, too. Raises as
-    `source_of`."""
+    """Returns whether `ShadeDataset` reads the files itself, and runs the transform, too. Raises as `source_of`."""
     return _file_decoder(dataset, encode, decode) is not None
 
 
@@ -447,8 +446,7 @@ def _check_map_style(dataset: Any) -> None:
 
 
 def _reads_plain_images(dataset: Any) -> bool:
-    """Returns whether a sample is its file, decoded as torchvision does it: no loader, no ``__getitem__`` and no
-    ``__len__`` of its own."""
+    """Returns whether a sample is its file, decoded as torchvision does it."""
     from torchvision.datasets.folder import DatasetFolder, default_loader
 
     kind = type(dataset)

@@ -1,15 +1,12 @@
 """MixtureSampler: draws token data sets in given shares, packed into full sequences.
 
-The sampler yields what a sequence consists of (`shade.sampling.packing.PackedSequence`), not a number. So a worker
-needs the data set alone to read it, whatever the weights are by then, and workers that stay see every change.
+The sampler yields what a sequence consists of (`shade.sampling.packing.PackedSequence`), not a number.
 
 A *round* is a fixed number of sequences of all ranks. Its sequences are packed when it begins, on every rank alike, and
 dealt to the ranks by position, as an epoch is: step t is G sequences, of which rank r takes the r-th piece. Weights
-change between rounds only, from the losses of the round before, which all ranks report. Losses are added up in whole
-numbers of 2**-20, for which the order of additions does not matter. So the stream depends on seed, weights and losses,
-and on no number of ranks, no worker and no interruption.
+change between rounds only, from the losses of the round before, which all ranks report. So the stream depends on seed,
+weights and losses, and on no number of ranks, no worker and no interruption.
 
-A checkpoint holds where the stream was as the round began, and how many steps of the round are done; the rest follows.
 Invariant: the tokens of step t are the same for all numbers of ranks whose global batch is the same.
 
 Legend: S sources · B batch of one rank · G global batch · L length of a sequence.
@@ -203,6 +200,7 @@ class MixtureSampler(Sampler[PackedSequence]):
             return
         losses = losses.detach().double()
         counted = (sources >= 0) & torch.isfinite(losses)
+        # Whole numbers, for which the order of additions does not matter.
         points = (torch.nan_to_num(losses).clamp(0.0, _LARGEST) * _POINT).round().to(torch.int64)
         masks = [counted & (sources == source) for source in range(len(self._names))]
         sums = [(points * mask).sum() for mask in masks] + [mask.sum() for mask in masks]
@@ -255,6 +253,7 @@ class MixtureSampler(Sampler[PackedSequence]):
                 global_batch=self.global_batch,
                 world_size=self.num_replicas,
             )
+            # Not numbers: so a worker needs the data set alone to read them, whatever the weights are by then.
             yield from sequences[part.start : part.stop]
 
     @property
@@ -327,6 +326,7 @@ class MixtureSampler(Sampler[PackedSequence]):
         """
         if self._merger is not None:
             self._merger.flush()
+        # Where the stream was as the round began, and the steps of it that are done; the rest of the round follows.
         return {
             "settings": dict(self._settings),
             "round": self.round,

@@ -1,8 +1,6 @@
 """PackedDataset: token data sets whose documents are laid into full sequences.
 
 An index is no number: it is what a sequence consists of, which a `MixtureSampler` yields. So reading needs no state.
-The documents of a batch are read together, a source at a time. Where a source is a `ShadeDataset`, they are its
-samples, and one round to its cache and one to its origin serve the batch.
 
 Invariant: a sequence is the same, whatever reads its documents.
 
@@ -61,7 +59,7 @@ class _Arrays:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Names the file of a mapped array instead of copying it into each worker."""
+        # A mapped array is named by its file, or each worker would get a copy of it.
         state, tokens = self.__dict__.copy(), self._tokens
         if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap.mmap) and tokens.filename is not None:
             state["_tokens"] = (str(tokens.filename), tokens.dtype, tokens.offset, tokens.shape)
@@ -192,6 +190,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
                 # One token more, if the document has it: the label of the last.
                 last = min(stop + 1, int(self.length_S[source][document]))
                 wanted_S[source].append((document, start, last))
+        # Where a source is a ShadeDataset, one round to its cache and one to its origin serve the batch.
         read_S = [
             iter(source.read_many(wanted) if wanted else ())
             for source, wanted in zip(self._sources, wanted_S, strict=True)

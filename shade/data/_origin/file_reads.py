@@ -1,8 +1,7 @@
 """Reads small files, many in one call that needs no interpreter, and times each.
 
 Opening, reading and closing a file from Python gives the interpreter's lock away four times. To get it back may take
-5 ms each time while another thread computes, where the file itself takes 0.02 ms. So a reader in Python takes a busy
-interpreter for slow storage, and a batch of small files costs more waiting than work. Decision 0042 has figures.
+5 ms each time while another thread computes, where the file itself takes 0.02 ms (decision 0042).
 """
 
 from __future__ import annotations
@@ -51,9 +50,11 @@ def read_files(
     names = [os.fsencode(path) for path in paths]
     joined = b"\0".join(names) + b"\0"
     if joined.count(b"\0") != len(names):
-        raise ValueError("embedded null byte")  # as `open` does
+        # As `open` does.
+        raise ValueError("embedded null byte")
     length_N = np.fromiter(map(len, names), dtype=np.int64, count=len(names))
     end_N, error_N = np.zeros(len(names), dtype=np.int64), np.zeros(len(names), dtype=np.int32)
+    # No wait for the interpreter is in these times, so none is taken for a wait for storage.
     num_read, mean_seconds = _read_files(
         np.frombuffer(joined, dtype=np.uint8),
         np.cumsum(length_N + 1) - length_N - 1,

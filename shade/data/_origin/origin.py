@@ -1,9 +1,5 @@
 """Reads whole files of the data set's origin, the only slow place, many at once where that pays.
 
-On a local disk a read takes tens of microseconds and threads only cost; on NFS or object storage it takes milliseconds
-of waiting, and a batch must pay that latency once and not once a sample. `FileOrigin` measures which of the two it is;
-`read_files` does that where no wait for the interpreter is taken for a wait for storage.
-
 Invariants: results come in the order of the paths, and one unreadable file never hides the others.
 """
 
@@ -102,6 +98,8 @@ class Origin(ABC):
             self._forget()
         expected = [_UNKNOWN_BYTES] * len(paths) if sizes is None else sizes
         results: list[bytes | OSError] = []
+        # On a local disk a read takes tens of microseconds and threads only cost; on NFS or object storage it takes
+        # milliseconds of waiting, and a batch must pay that latency once and not once a sample.
         while (done := len(results)) < len(paths):
             left, left_bytes = paths[done:], expected[done:]
             # The first slow read of a batch sends the rest of it to the threads.
@@ -123,7 +121,7 @@ class Origin(ABC):
         return content
 
     def _read_first(self, paths: Sequence[FileOrRange], sizes: Sequence[int]) -> list[bytes | OSError]:
-        """Reads the first place, and those after it that the same call can read."""
+        """Reads the first path, and those after it that the same call can read."""
         del sizes
         return [self._read_alone(paths[0])]
 
@@ -159,7 +157,8 @@ class FileOrigin(Origin):
     @override
     def _read_first(self, paths: Sequence[FileOrRange], sizes: Sequence[int]) -> list[bytes | OSError]:
         small = self._small(paths, sizes)
-        if small and isinstance(open, BuiltinFunctionType):  # else a script put its own `open` in the place of Python's
+        # Else a script has put its own `open` instead of Python's, which then reads the files.
+        if small and isinstance(open, BuiltinFunctionType):
             pace = self._mean_seconds, _MEAN_DECAY, PARALLEL_SECONDS
             contents, self._mean_seconds = read_files(small, self._room.bytes_S, *pace)
             if contents:
@@ -185,17 +184,20 @@ class FileOrigin(Origin):
             return file.read()
 
     def _range(self, place: ByteRange) -> bytes:
-        """Reads a range of a file that stays open, because opening may take as long as reading."""
+        # The file stays open, because opening may take as long as reading.
         file = self._open_files.get(place.path) or _OpenFile(place.path)
         with self._making:
             self._open_files.pop(place.path, None)
-            self._open_files[place.path] = file  # the last one used is the last in the dict
+            # The last one used is the last in the dict.
+            self._open_files[place.path] = file
             unused = next(iter(self._open_files))
             if len(self._open_files) > _MOST_OPEN:
-                self._open_files.pop(unused)  # a thread that reads it holds a reference; the last one closes it
+                # A thread that reads it holds a reference; the last one closes it.
+                self._open_files.pop(unused)
         parts, at = [], place.start
         while at < place.stop:
-            part = os.pread(file.descriptor, place.stop - at, at)  # one call returns at most 2 GiB
+            # One call returns at most 2 GiB.
+            part = os.pread(file.descriptor, place.stop - at, at)
             if not part:
                 raise OSError(f"{place.path} ends at byte {at}, before byte {place.stop}")
             parts.append(part)

@@ -1,14 +1,9 @@
 """Runs reads of one process in threads, as many at once as the storage serves without a queue.
 
-`ConcurrencyLimit` decides how many run at once. A link or disk serves so many bytes a second and answers after some
-time. Up to the product of the two, one more read under way is one more served, and none takes longer (Little's law).
-Beyond it reads queue, which helps no one and holds memory. Neither number is known beforehand, and both change with the
-other users. So the limit doubles while reads take their best latency, and halves when they take much longer, but only
-if halving shortens the queue: a queue that other processes made would cost a process that backs off as much waiting,
-for less.
-
-`ReadPool` serves all batches of a process in the order in which they ask, which is the order in which training wants
-them, so the read with the nearest deadline is first in the queue.
+A link or disk serves so many bytes a second and answers after some time. Up to the product of the two, one more read
+under way is one more served, and none takes longer (Little's law). Beyond it reads queue, which holds memory. Neither
+number is known beforehand. So the limit doubles while reads take their best latency, and halves when they take much
+longer, but only if halving shortens the queue.
 
 Invariants: results come in the order of the reads; a read runs exactly once, or its caller gets `StoreClosedError`; no
 lock is held while it runs.
@@ -65,7 +60,8 @@ class ConcurrencyLimit:
 
     def finished(self, seconds: float) -> None:
         """Counts a read that took so many seconds and ended while others waited."""
-        if self._stale:  # it was begun under another limit
+        # The read was begun under another limit.
+        if self._stale:
             self._stale -= 1
             return
         self._num_reads += 1
@@ -80,7 +76,9 @@ class ConcurrencyLimit:
         if self._trial is not None:
             limit, before = self._trial
             self._trial = None
-            if latency > EASED * before:  # another process made the queue, or the link got slower
+            # Another process made the queue, or the link got slower: a process that backs off would wait as long, for
+            # less.
+            if latency > EASED * before:
                 self._rest = PATIENCE_WINDOWS
                 self._set(min(2 * limit, self._most))
                 return
@@ -151,6 +149,7 @@ class ReadPool:
                     self._wake.wait()
                 if self._closed:
                     return
+                # Batches ask in the order in which training wants them, so the first in the queue is wanted first.
                 mine, number, read, size = self._waiting.popleft()
                 self._running += 1
                 self._bytes += size
@@ -173,7 +172,8 @@ class ReadPool:
                 mine.left -= 1
                 if mine.left == 0:
                     mine.done.set()
-            del mine, read, result  # a waiting thread must not keep its last batch alive
+            # A waiting thread must not keep its last batch alive.
+            del mine, read, result
 
     def _grow(self) -> None:
         """Starts one more thread if the limit has risen."""

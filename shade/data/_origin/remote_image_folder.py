@@ -1,10 +1,8 @@
 """torchvision's ImageFolder behind a URL that fsspec reaches.
 
-The same layout (a folder a class), the same order and numbers of classes and samples, the same items. It lists the
-folder once and keeps each file's length and version, so a cache around it knows how much space it needs, and never
-takes one state of the data set for another. Alone it works like any map-style data set, one slow read an item; in a
-`ShadeDataset` its files are read in parallel and cached. Price: listing a bucket takes one request a thousand files, a
-web server's pages one a file.
+The same layout (a folder a class), the same order and numbers of classes and samples, the same items. Alone it works
+like any map-style data set, one slow read an item; in a `ShadeDataset` its files are read in parallel and cached.
+Price: listing a bucket takes one request a thousand files, a web server's pages one a file.
 """
 
 from __future__ import annotations
@@ -43,6 +41,8 @@ class RemoteImageFolder:
     ) -> None:
         self.root, self.transform, self.target_transform = url.rstrip("/"), transform, target_transform
         self.origin = UrlOrigin(options)
+        # The list has each file's length and version, so a cache around this data set knows how much space it needs,
+        # and never takes one state of the data set for another.
         files = list_files(self.root, self.origin.options)
         images = [each for each in files if each.url.lower().endswith(IMG_EXTENSIONS)]
         placed = sorted(((_class_of(self.root, each.url), each) for each in images), key=_order)

@@ -1,15 +1,8 @@
 """Takes the sampler's knowledge of the future to the cache.
 
 Every rank runs the same policy over the same global order, so ranks agree without talking. They talk only if the cache
-may differ from the plan: at the start, on resume, after an epoch that was left early, and after one in which the cache
-lost or refused something. Then rank 0 looks up what the store holds, broadcasts it, and the plan starts again from
-there. While other jobs use the cache, too, the exact plan rests, and `shade.cache.sharing` decides.
-
-A disk below memory (`SampleCache.disk`) has a planner of its own, which plans each epoch after memory's: for the next
-epoch it keeps what memory will not hold as this one ends. So the two hold different samples where room is short, a
-sample that leaves memory and is used again goes to the disk, and one that comes into memory leaves the disk. After the
-last epoch every sample counts as wanted, for the next job. Ranks that see different disks plan none of them: each disk
-keeps what its ranks read until it is full.
+may differ from the plan (`CachePlanner.settle`). While other jobs use the cache, too, the exact plan rests, and
+`shade.cache.sharing` decides. A disk below memory (`SampleCache.disk`) has a planner of its own.
 
 Legend: G global batch · N data set · W ranks.
 """
@@ -89,6 +82,7 @@ class CachePlanner:
         self._plans_exactly = policy_class.needs_next_order
         self._group = group
         self._check_same_data()
+        # Ranks that see different disks plan none of them: each disk keeps what its ranks read until it is full.
         self._is_one_store = cache.store.medium != "disk" or len(set(self._digests(cache.store.identity()))) == 1
         if cache.disk is not None:
             self._disk = CachePlanner(cache.disk, "plan", True, rank, num_replicas, group, global_batch=global_batch)
@@ -119,7 +113,8 @@ class CachePlanner:
         sharing = Sharing(cache, jobs, self._rank, self._num_replicas, beat_seconds=beat_seconds)
         if self._rank == 0:
             sharing.start()
-        self._group.gather(None)  # rank 0 has started
+        # The others start when rank 0 has.
+        self._group.gather(None)
         if self._rank > 0:
             sharing.start()
         if follow is not None:
@@ -127,8 +122,8 @@ class CachePlanner:
         return sharing
 
     def _check_same_data(self) -> None:
-        """Refuses ranks with different data: they would look for each other's entries under different names and all
-        read the origin, in silence."""
+        # Ranks with different data would look for each other's entries under different names and all read the origin,
+        # in silence.
         names = self._digests(self._cache.keys.namespace)
         if len(set(names)) > 1:
             raise ConfigError.of(
@@ -167,11 +162,13 @@ class CachePlanner:
             below = plan if above is None else _plan_below(above, plan)
             self._cache.begin_epoch(below, remove_leaving=self._rank == 0)
         self._is_settled = False
+        # The disk's plan follows from memory's, which is made by now.
         if self._disk is not None:
             self._disk.begin_epoch(plan, self._cache)
 
     def end_epoch(self) -> None:
-        """Marks the epoch as complete; an epoch that is left early leaves the plan in doubt."""
+        """Marks the epoch as complete."""
+        # An epoch that is left early never comes here, and leaves the plan in doubt.
         self._is_settled = True
         if self._disk is not None:
             self._disk.end_epoch()
@@ -190,6 +187,8 @@ class CachePlanner:
             return
         cache, sharing = self._cache, self.sharing
         totals = cache.residency.totals()
+        # The cache may differ from the plan at the start, on resume, after an epoch that was left early, and after one
+        # in which it lost or refused something.
         disturbed = not self._is_settled or any((totals - self._seen)[name] for name in _DISTURBANCES)
         self._seen = totals
         company = self._plans_exactly and sharing is not None and sharing.has_company
@@ -198,6 +197,7 @@ class CachePlanner:
         was_shared = cache.residency.is_shared
         cache.quota_bytes = quota
         is_stale = not company and cache.policy.capacity_bytes != cache.residency.capacity_bytes
+        # One rank may notice other jobs before the epoch's end, another not yet.
         if self._any(disturbed or company != was_shared or is_stale):
             cache.needs_count = False
             cache.residency.is_shared = False
@@ -208,8 +208,7 @@ class CachePlanner:
         self._started = True
 
     def _any(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any rank: one rank may notice other jobs before the epoch's end, another
-        not yet."""
+        """Returns whether the flag is set on any rank."""
         return bool(self._group.gather_fields(np.array([flag], dtype=np.int64)).any())
 
     def _agree(self, disturbed: bool, company: bool) -> tuple[bool, bool, int]:
@@ -227,8 +226,8 @@ class CachePlanner:
         return np.flatnonzero(held_N.numpy())
 
     def _count(self) -> Indices:
-        """Returns what this job's slots hold; slots that were taken over and are empty by now are given back."""
         found = self._cache.find_residents()
+        # Slots that were taken over and are empty by now are given back.
         if self.sharing is not None:
             try:
                 self.sharing.release(self._cache.empty_slots)
@@ -272,9 +271,12 @@ class CachePlanner:
 
 
 def _plan_below(above: SampleCache, plan: EpochPlan) -> EpochPlan:
-    """Returns what a disk plans by, below a faster cache. After the last epoch, all is kept that there is room for."""
+    """Returns what a disk plans by, below a faster cache."""
+    # After the last epoch every sample counts as wanted, for the next job.
     if plan.next_order_K is not None and not len(plan.next_order_K):
         return dataclasses.replace(plan, next_order_K=None)
     if above.policy is None or above.residency.is_shared:
         return plan
+    # For the next epoch the disk keeps what memory will not hold as this one ends. So the two hold different samples
+    # where room is short: what leaves memory and is used again goes to the disk, and what enters memory leaves it.
     return dataclasses.replace(plan, held_above_N=above.policy.resident_at_end(), has_tier_below=False)

@@ -1,8 +1,5 @@
 """What one rank was dealt in a pass, by which a report's samples say which step they are of.
 
-Dealing follows position (`RankShard`), or what each host keeps (`Locality`). Only the second must be remembered, and
-only for the steps whose losses may still be on their way.
-
 Legend: K drawn in an epoch · B this rank's part of a global batch.
 """
 
@@ -42,6 +39,8 @@ class DealtBatches:
 
     def remember(self, step: int, index_B: Indices) -> None:
         """Records what this rank was dealt at a step."""
+        # Dealing by position (`RankShard`) could be computed again; dealing by what each host keeps (`Locality`) could
+        # not. Older steps have no losses on their way.
         self._dealt[step] = index_B
         self._dealt.pop(step - REMEMBERED_STEPS, None)
 
@@ -68,6 +67,7 @@ class DealtBatches:
             ConfigError: They are not of one batch, or of none that was dealt.
         """
         reported = set(index_B.tolist())
+        # Most reports are of these steps, which need no search through the order.
         for step in (near, near - 1, near + 1):
             dealt = self._dealt.get(step)
             if dealt is not None and reported.issubset(dealt.tolist()):
@@ -101,9 +101,6 @@ class DealtBatches:
     def check_order(self, indices: torch.Tensor, step: int) -> None:
         """Checks that the batch that is reported is the one that was handed out at this step.
 
-        It is not if something between the sampler and the loop deals the batches out to ranks a second time: this rank
-        would then train on every W-th of its own batches, and no rank would train on the rest of the data.
-
         Args:
             indices: int64 (B,), of the reported batch, on any device.
             step: The step of this report.
@@ -119,6 +116,8 @@ class DealtBatches:
             if first in index_B:
                 if later == step:
                     return
+                # Something between the sampler and the loop deals the batches out to ranks a second time: this rank
+                # would train on every W-th of its own batches, and no rank on the rest of the data.
                 raise ConfigError.of(
                     f"the losses of the batch that was handed out at step {step} of the epoch",
                     f"those of step {later}'s",

@@ -1,9 +1,5 @@
 """The draw of each epoch: made at most once, on every rank from the same scores.
 
-When epoch e begins, e is drawn already, and modes that draw ahead draw e+1 from the scores of that moment. Price:
-scores are up to an epoch old when they are used, which changes the variance of the gradient and not its mean (decision
-0004).
-
 Legend: N data set · K drawn in an epoch.
 """
 
@@ -89,7 +85,8 @@ class EpochDraws:
         """Returns the draw of an epoch, made now if it is the first call."""
         if epoch not in self._made:
             found = None if self._planner is None else self._planner.draw_of_leader(epoch)
-            if found is not None:  # of the job whose stream this one takes
+            # The draw of the job whose stream this one takes.
+            if found is not None:
                 self._made[epoch] = draw_from(epoch, *found, num_samples=self.table.num_samples)
                 return self._made[epoch]
             draw = self._made[epoch] = self._own(epoch)
@@ -108,6 +105,8 @@ class EpochDraws:
 
     def ahead_of(self, epoch: int) -> Draw | None:
         """Returns the draw of the next epoch; None if the mode does not draw ahead, or if this epoch is the last."""
+        # Its scores are up to an epoch old when they are used, which changes the variance of the gradient and not its
+        # mean (decision 0004).
         return self.of(epoch + 1) if self.mode.draws_ahead and epoch != self._last_epoch else None
 
     def forget_before(self, epoch: int) -> None:
@@ -130,7 +129,8 @@ class EpochDraws:
     def scores(self) -> Scores | None:
         """Returns the scores by all reports so far; None before the first."""
         self._merger.flush()
-        table = self.table  # not a copy: what is made of it is made before the next report
+        # Not a copy: what is made of the table is made before the next report.
+        table = self.table
         return Scores(table.score_N, table.seen_N) if table.seen_N.any() else None
 
     def take_losses(self) -> Floats | None:

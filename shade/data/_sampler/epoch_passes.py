@@ -1,8 +1,5 @@
 """The passes over a sampler's epochs: each plans the cache, and deals this rank's batches one by one.
 
-Every pass begins with the epoch's order known, and in modes that draw ahead with the next one's too. So the residency
-plan of the epoch is exact, and every rank computes the same one.
-
 Legend: N data set · K drawn in an epoch · B batch of one rank · G global batch.
 """
 
@@ -53,7 +50,8 @@ class EpochPasses:
     ) -> None:
         self._place, self._draws, self.shard, self._usage = place, draws, shard, usage
         self._planner, self._window, self._generators, self._seed = planner, window, generators, seed
-        self._follows = False  # a training loop may set the epoch of the random transforms itself
+        # A training loop may set the epoch of the random transforms itself.
+        self._follows = False
         self._num_samples = draws.table.num_samples
         self._weight_N: Floats | None = None
 
@@ -89,12 +87,10 @@ class EpochPasses:
             self._planner.doubt()
 
     def begin(self, is_placed: bool) -> tuple[int, Iterator[int]]:
-        """Begins a pass, when its first index is asked for.
-
-        A pass that was set to the epoch's end leaves the epoch ended, and the pass after it is the next epoch: loaders
-        that keep their place begin a new iterator after an ended one.
-        """
+        """Begins a pass, when its first index is asked for."""
         place = self._place
+        # Loaders that keep their place begin a new iterator after an ended one. So a pass that was set to the epoch's
+        # end leaves the epoch ended, and the pass after it is the next epoch.
         if place.is_sought and not is_placed and place.first_step >= self.num_steps:
             place.turn_to(place.epoch + 1)
         is_first = not place.has_begun
@@ -108,6 +104,7 @@ class EpochPasses:
             self._planner.settle()
         draw = self._draws.of(place.epoch)
         self._weight_N = self.shard.weights(draw, self._num_samples)
+        # With both orders known, the residency plan is exact, and every rank computes the same one.
         coming = self._draws.ahead_of(place.epoch)
         self._draws.forget_before(place.epoch)
         order_K = self.shard.epoch_order(draw.order_K)
@@ -130,8 +127,9 @@ class EpochPasses:
         return self.num_mine(0) - self.num_mine(place.first_step), self._pass(mine, order_K, len(draw.order_K))
 
     def _end_epoch(self) -> None:
-        """Warns of calls that the loop has not made in the epochs so far, and counts the epochs itself if need be."""
+        """Warns of calls that the loop has not made in the epochs so far."""
         mode, usage = self._draws.mode, self._usage
+        # A loop that never sets an epoch has them counted.
         if "set_epoch" not in usage.made:
             self._place.turn_to(self._place.epoch + 1)
         usage.require("set_epoch")
@@ -141,14 +139,12 @@ class EpochPasses:
             usage.require("weights")
 
     def _pass(self, mine: Pass, order_K: Order, num_drawn: int) -> Iterator[int]:
-        """Yields the rest of the epoch, and dispatches each batch just before it is handed out.
-
-        The cache is planned for the pass that began last. One that began before and is still used gets the same samples
-        without a plan: by position, through whatever the cache holds.
-        """
+        """Yields the rest of the epoch, and dispatches each batch just before it is handed out."""
         for step in self._place.steps(mine):
             index_G, part = self.shard.of(order_K, num_drawn, step)
             index_B = index_G[part]
+            # The cache is planned for the pass that began last. One that began before and is still used gets the same
+            # samples without a plan: by position, through whatever the cache holds.
             if mine is self._place.newest:
                 if self._planner is not None:
                     index_B = self._planner.dispatch(index_G, part, num_left=mine.num_steps - 1 - step)

@@ -1,10 +1,7 @@
 """Which host keeps which sample, so that each rank gets what its own host keeps.
 
-A cluster says which of its servers has which key; a rank knows which servers are on its machine, because it can bind a
-socket to their addresses. Ranks near the same servers are one host. After that `shade.sampling.dealing.redeal` deals
-every global batch by arithmetic alone. Batches are dealt by position if locality gains nothing (one rank, one server,
-no server near any rank, or all near all) or if the ranks do not see the same cluster as an epoch begins (a slot on the
-move, a server that does not answer), because they would deal differently.
+A cluster says which of its servers has which key. Ranks near the same servers are one host. After that
+`shade.sampling.dealing.redeal` deals every global batch by arithmetic alone.
 
 Price: an exchange of 24 bytes a rank an epoch, 4096 hash slots looked up, and some 50 µs a batch. Invariant: the
 samples of a step are the same with and without it.
@@ -47,6 +44,8 @@ class Locality:
         near = sum(1 << number for number, server in enumerate(servers) if is_here(server))
         gathered = self._group.gather_fields(np.array([digest, near, len(servers)], dtype=np.int64))
         hosts, host_W = np.unique(gathered[:, 1], return_inverse=True)
+        # Ranks that do not see the same cluster (a slot on the move, a server that does not answer) would deal
+        # differently. Locality gains nothing with one server, with none near any rank, or with all near all.
         if len(np.unique(gathered[:, 0])) > 1 or not servers or len(hosts) < 2:
             return
         # A server that is near several hosts, or none, is the home of no rank.
@@ -78,12 +77,9 @@ class Locality:
         return np.asarray(self._home_by_bucket[index_B % len(self._home_by_bucket)])
 
     def deal(self, index_G: Indices, hit_G: Bools, mine: slice) -> Indices | slice:
-        """Returns this rank's places in a global batch: by home if locality is on, else ``mine``, its places by
-        position.
-
-        ``index_G`` and ``hit_G`` (which of it is in the cache) are the same on every rank. An uneven last batch is
-        dealt by position, because its weights are settled as the epoch begins.
-        """
+        """Returns this rank's positions in a global batch: by home if locality is on, else ``mine``. ``index_G`` and
+        ``hit_G`` (which of it is in the cache) are the same on every rank."""
+        # The weights of an uneven last batch are settled as the epoch begins, for positions.
         if self._home_by_bucket is None or self._host_W is None or len(index_G) % self._num_replicas:
             return mine
         size_W = np.full(self._num_replicas, len(index_G) // self._num_replicas, dtype=np.int64)
@@ -92,11 +88,11 @@ class Locality:
 
 
 def is_here(address: str) -> bool:
-    """Returns whether an address ``host:port`` (an IPv6 host in brackets) is this machine's: a socket can be bound to
-    it."""
+    """Returns whether an address ``host:port`` (an IPv6 host in brackets) is this machine's."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        # A socket can be bound to this machine's addresses alone.
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(place)
     except OSError:

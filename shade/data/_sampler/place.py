@@ -2,11 +2,9 @@
 
 docs/explanation/place.md has the table that this module follows.
 
-Three numbers of one epoch are easily taken for each other. *Dealt* batches were handed out; workers ask for them ahead
-of training. The loop has *got* a batch when its loader yielded it. A batch is *done* when its losses were reported or,
-in a loop that reports nothing, when the loop has got it. A checkpoint of the training needs the steps that are done; a
-loader that restores its batches itself (torchdata's ``StatefulDataLoader``) needs the indices that it has taken, and
-asks its sampler's iterator for them.
+*Dealt* batches were handed out; workers ask for them ahead of training. The loop has *got* a batch when its loader
+yielded it. A batch is *done* when its losses were reported or, in a loop that reports nothing, when the loop has got
+it. A checkpoint of the training needs the steps that are done.
 
 Invariant: an iterator that was set to n returns index n of this rank's epoch next, and then the rest up to the end.
 """
@@ -31,13 +29,11 @@ _CALLERS = 9
 
 
 class LoaderCount:
-    """Counts the batches that a loop gets from a DataLoader's iterator, whose workers ask for more than that.
-
-    DataLoader does not say who asks a sampler for indices, so its iterator is looked for among the callers.
-    """
+    """Counts the batches that a loop gets from a DataLoader's iterator, whose workers ask for more than that."""
 
     def __init__(self, iterator: _BaseDataLoaderIter) -> None:
-        self._attributes = vars(iterator)  # and not the iterator, which ends when the loop drops it
+        # Not the iterator itself, which ends when the loop drops it.
+        self._attributes = vars(iterator)
         self._num_before = iterator._num_yielded
         self.is_over = False
         """Whether the loop has dropped the pass."""
@@ -49,6 +45,7 @@ class LoaderCount:
     @classmethod
     def of_caller(cls) -> LoaderCount | None:
         """Returns the count of the DataLoader's iterator that is asking; None if none is."""
+        # DataLoader does not say who asks a sampler for indices, so its iterator is looked for among the callers.
         frame = sys._getframe(1)
         for _ in range(_CALLERS):
             found = frame.f_locals.get("self")
@@ -166,10 +163,8 @@ class Place:
         self._unlocated, self.has_begun = None, False
 
     def rewind(self) -> None:
-        """Sets the place before a pass begins: where the present epoch has trained, its beginning.
-
-        A look at one batch leaves the place as it was.
-        """
+        """Sets the place before a pass begins: where the present epoch has trained, its beginning."""
+        # A look at one batch leaves the place as it was.
         if self.newest is not None and self.has_begun and not self.newest.is_look:
             self.first_step = 0
         if self.first_step == 0:
@@ -196,7 +191,8 @@ class Place:
         self.newest = Pass(self.first_step, num_steps, dealt, count, is_first=is_first, overlaps=overlaps)
         self.has_begun, self._reported, self._unlocated = True, self.first_step, None
         self._num_passes += 1
-        self._num_trained += self.first_step < num_steps  # a resume may find that nothing is left of its epoch
+        # A resume may find that nothing is left of its epoch.
+        self._num_trained += self.first_step < num_steps
         return self.newest
 
     def steps(self, mine: Pass) -> Iterator[int]:
@@ -241,7 +237,8 @@ class Place:
         try:
             step, is_whole = dealt.step_of(indices.numpy(), self._reported, mine.next_step)
         except ConfigError:
-            if mine.overlaps:  # of a pass that began before this one, perhaps in another epoch
+            # The samples may be of a pass that began before this one, perhaps in another epoch.
+            if mine.overlaps:
                 return self._reported
             raise
         if not is_whole and not mine.overlaps:
@@ -252,7 +249,8 @@ class Place:
         """Counts a report: of a batch that `locate` found, or of the next one."""
         next_one = self._reported + 1
         if located is None and self.newest is not None and self.has_begun:
-            next_one = min(next_one, self.newest.num_steps)  # a batch may be reported twice
+            # A batch may be reported twice.
+            next_one = min(next_one, self.newest.num_steps)
         self._reported = located if isinstance(located, int) else next_one
         self._unlocated = located if isinstance(located, torch.Tensor) else None
         if self.newest is not None and self.has_begun:
@@ -300,10 +298,8 @@ class Place:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place between two steps: ``steps_done``; of the node of torchdata that asks, if one does.
-
-        A node reads ahead of training, and keeps the state with what was made of the indices that it has. Training has
-        done less. ``inside_batch`` is there if some indices of a batch are missing.
-        """
+        ``inside_batch`` is there if some indices of a batch are missing."""
+        # A node reads ahead of training, and keeps the state with what was made of the indices that it has.
         node = sys._getframe(2).f_locals.get("self")
         asking = getattr(node, "_it", None) if type(node).__module__ == "torchdata.nodes.adapters" else None
         if isinstance(asking, SamplerIterator) and asking.has_begun:
@@ -341,8 +337,6 @@ class PlacedSampler(Protocol):
 class SamplerIterator(Iterator[Any]):
     """An iterator over this rank's indices; the sampler does the work.
 
-    The pass begins when its first index is asked for: loaders that keep their place make more iterators than they use.
-
     Args:
         sampler: The sampler.
         begin: Begins the pass, given whether the iterator was set to a place; returns how many indices were
@@ -356,6 +350,7 @@ class SamplerIterator(Iterator[Any]):
         self._is_placed = False
 
     def __next__(self) -> Any:
+        # Not before the first index is asked for: loaders that keep their place make more iterators than they use.
         if self._rest is None:
             self._num_taken, self._rest = self._begin(self._is_placed)
         index = next(self._rest)
@@ -380,6 +375,8 @@ class SamplerIterator(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how many indices of this rank's epoch were taken; None before the pass has begun."""
+        # Not the steps that are done: torchdata's `StatefulDataLoader`, which asks for this, restores its batches
+        # itself.
         return {"num_taken": self._num_taken, "batch_size": self._sampler.batch_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

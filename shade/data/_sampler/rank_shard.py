@@ -1,7 +1,5 @@
 """Deals an epoch's global order to one rank.
 
-The arithmetic is `shade.sampling.dealing`; the shard adds one sampler's numbers.
-
 Legend: N data set · K drawn in an epoch · G global batch · B this rank's part of it.
 """
 
@@ -58,13 +56,11 @@ class RankShard:
         return index_G, slice(mine.start - start, mine.stop - start)
 
     def weights(self, draw: Draw, num_samples: int) -> Floats | None:
-        """Returns float32 (N,) weights by sample; None if all are 1.
-
-        They correct for an unevenly shared last step, because DDP averages ranks and not samples.
-        """
+        """Returns float32 (N,) weights by sample; None if all are 1."""
         order_K = draw.order_K
         last = self.num_steps(len(order_K)) - 1
         index_G, mine = self.of(self.epoch_order(order_K), len(order_K), last)
+        # DDP averages ranks and not samples, so an unevenly shared last step is corrected for.
         balance = (mine.stop - mine.start) * self.num_replicas / len(index_G)
         if balance == 1.0:
             return draw.weight_N

@@ -1,14 +1,11 @@
 """ShadeSampler: takes DistributedSampler's place in the script, and plans the cache.
 
 It draws the global order of each epoch from the importance of the samples, hands every rank its part of every global
-batch, and plans the cache's residents by an order that it knows one epoch ahead. When epoch e begins, e is drawn
-already, and modes that draw ahead draw e+1 from the scores of that moment. With both orders known, the residency plan
-of e is exact, and every rank computes the same one. Price: scores are up to an epoch old when they are used, which
-changes the variance of the gradient and not its mean (decision 0004).
+batch, and plans the cache's residents by an order that it knows one epoch ahead: when epoch e begins, modes that draw
+ahead draw e+1 from the scores of that moment (decision 0004).
 
-Three calls of the loop carry the method: `set_epoch` (or every epoch is the same), `report` (or no sample is important)
-and `weights` (or the gradient is biased). A loop without them runs and looks healthy, so the sampler warns once of each
-missing call when the second epoch begins, and names the line to add (`UsageWarnings`).
+Three calls of the loop carry the method: `set_epoch`, `report` and `weights`. The sampler warns once of each that is
+missing when the second epoch begins (`UsageWarnings`).
 
 Invariant: the global order depends on seed, epoch, reported losses and global batch alone. Ranks, workers and the state
 of the cache change which process fetches a sample and from where, never which sample comes when.
@@ -45,12 +42,12 @@ _READ_AHEAD = 1 << 20
 """Reader number of the prefetch thread; workers count from 0."""
 
 
+# By class a DistributedSampler, so frameworks that give every loader one (Lightning) keep it, and set its epoch.
 class ShadeSampler(DistributedSampler[int]):
     """Yields this rank's sample indices of one epoch.
 
     It takes the arguments of `torch.utils.data.DistributedSampler`, and its own by keyword. With a `ShadeDataset` it
-    plans the data set's cache; with any other data set it only samples. It is a DistributedSampler by class, so
-    frameworks that give every loader one (Lightning) keep it, and set its epoch.
+    plans the data set's cache; with any other data set it only samples.
 
     Args:
         dataset: The data set that the DataLoader reads.
@@ -218,7 +215,8 @@ class ShadeSampler(DistributedSampler[int]):
         """
         self._usage.made.add("report")
         if not isinstance(indices, torch.Tensor):
-            return self._merger.report(indices, losses)  # which refuses it
+            # The merger refuses it.
+            return self._merger.report(indices, losses)
         self._usage.check_numbering()
         located = self.place.locate(indices)
         self._merger.report(indices, losses)
@@ -231,10 +229,10 @@ class ShadeSampler(DistributedSampler[int]):
     # ── one epoch ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __len__(self) -> int:
-        """Returns how many samples this rank takes in the present epoch; after a resume, in the rest of it. (In all of
-        it if a loader that keeps its own place has resumed, because it counts from the epoch's start.)"""
+        """Returns how many samples this rank takes in the present epoch; after a resume, in the rest of it."""
         if not self.place.has_pass:
             self._usage.made.add("len")
+        # A loader that keeps its own place counts from the epoch's start, also when it has resumed.
         return self._passes.num_mine(0 if self.place.is_sought else self.place.first_step)
 
     @property

@@ -1,8 +1,7 @@
 """An epoch's draw in a checkpoint, and in the memory that the ranks of a machine share.
 
 After a resume an epoch is never drawn again, because it came from scores of a moment that is gone. So its whole order
-is saved, eight bytes a drawn sample, weights only where they apply, with a hash that refuses a damaged or mixed-up
-order.
+is saved, with a hash that refuses a damaged or mixed-up order.
 
 Legend: N data set · K drawn in an epoch.
 """
@@ -42,10 +41,8 @@ _DRAW_BYTES = 8
 class SharedDraws:
     """The draws of a large set, which one rank of a machine makes and the others map: a machine holds each once.
 
-    A draw is a folder in ``/dev/shm``. Its name says what the draw follows from beside the settings: the epoch, the
-    scores, the residents and the history of validation. So no rank waits for a certain other one, which might never
-    draw: the first rank that wants a draw makes it behind a lock. A rank that has dropped a draw removes the folder;
-    what others have mapped stays, and a rank that finds none makes it again, the same. Collective.
+    A draw is a folder in ``/dev/shm``, named by what the draw follows from beside the settings: the epoch, the scores,
+    the residents and the history of validation. Collective.
 
     Args:
         num_samples: N.
@@ -54,8 +51,9 @@ class SharedDraws:
 
     def __init__(self, num_samples: int, group: RankGroup) -> None:
         stem = f"{_MEMORY}/shade-{os.getuid()}-draws-"
+        # Jobs that were killed leave their folders behind.
         for path in glob.glob(f"{glob.escape(stem)}*"):
-            remove_unused(path)  # of jobs that were killed
+            remove_unused(path)
         self._folder = f"{stem}{agreed_name(group)}"
         self._is_usable = self._has_room(2 * _DRAW_BYTES * num_samples)
         if self._is_usable:
@@ -93,6 +91,7 @@ class SharedDraws:
             digest.update(b"|")
             digest.update(cause.view(np.uint8).data if isinstance(cause, np.ndarray) else repr(cause).encode())
         place = Path(self._folder, f"{epoch}-{digest.hexdigest()}")
+        # No rank waits for a certain other one, which might never draw: the first that wants a draw makes it.
         with exclusive_lock(f"{place}.lock"):
             with contextlib.suppress(FileNotFoundError):  # not drawn yet, or a rank that is ahead is removing it
                 return self._mapped(epoch, place)
@@ -121,6 +120,8 @@ class SharedDraws:
         order_K = np.asarray(np.load(folder / "order.npy", mmap_mode="r"))
         weight_N = np.asarray(np.load(folder / "weight.npy", mmap_mode="r")) if described["has_weights"] else None
         draw = Draw(epoch, order_K, weight_N, Receipt(**described["receipt"]))
+        # The first rank that drops a draw removes the folder. What others have mapped stays, and a rank that finds none
+        # makes it again, the same.
         weakref.finalize(draw, _forget, folder, os.getpid()).atexit = False
         return draw
 
@@ -131,12 +132,10 @@ def _forget(folder: Path, process: int) -> None:
 
 
 class SavedDraws:
-    """Draws in the form of a checkpoint, each made once, because a loader that keeps its place may ask at every step.
-
-    All states that hold a tensor share it, so it must not be changed.
-    """
+    """Draws in the form of a checkpoint. All states that hold a tensor share it, so it must not be changed."""
 
     def __init__(self) -> None:
+        # Each is made once, because a loader that keeps its place may ask at every step.
         self._made: list[tuple[Draw, dict[str, Any]]] = []
 
     def of(self, draw: Draw) -> dict[str, Any]:
@@ -156,15 +155,13 @@ class SavedDraws:
 
 
 def load_draw(epoch: int, saved: dict[str, Any], num_samples: int) -> Draw:
-    """Restores a draw from `SavedDraws.of`; weights of samples that were not drawn are 1, and are never used.
-
-    Raises ConfigError if the order does not match its hash.
-    """
+    """Restores a draw from `SavedDraws.of`. Raises ConfigError if the order does not match its hash."""
     order_K = saved["order"].numpy().astype(np.int32)
     if _digest(order_K) != saved["hash"]:
         raise ConfigError.of("an order that matches its hash", saved["hash"], "restore an older checkpoint")
     weight_N = None
     if saved["weight"] is not None:
+        # Weights of samples that were not drawn are never used.
         weight_N = np.ones(num_samples, dtype=np.float32)
         for part in parts(len(order_K)):
             weight_N[order_K[part]] = saved["weight"].numpy()[part]

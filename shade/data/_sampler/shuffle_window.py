@@ -88,5 +88,6 @@ class ShuffleWindow:
 
     def reach(self, step: int, num_got: int) -> None:
         """Says that a step is handed out, and how many steps this rank's loop has got."""
+        # The loops of other ranks may be that far behind this one's, and must still find their blocks.
         used = (num_got - _APART_STEPS) * self._global_batch
         self._blocks.reach((step + 1) * self._global_batch, used)

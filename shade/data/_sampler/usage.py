@@ -1,9 +1,7 @@
 """Checks how a script uses a sampler: the data sets around its `ShadeDataset`, and the calls of the training loop.
 
-Sampler and loader refuse data sets that number samples in another way. The types are checked at once. A wrapper of a
-user's own is asked for samples when the first loss is reported: without reports its order does no harm.
-
-A loop that leaves out a call runs and looks healthy, so a warning names the line to add.
+Sampler and loader refuse data sets that number samples in another way. A loop that leaves out a call runs and looks
+healthy, so a warning names the line to add.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ from shade.errors import ConfigError
 def check_wrapping(dataset: Any) -> None:
     """Refuses a data set that contains a `ShadeDataset` and numbers its samples otherwise.
 
-    The sampler deals the outer numbers, and the samples come with the inner ones.
-
     Args:
         dataset: What the sampler or the loader was given.
 
@@ -37,6 +33,7 @@ def check_wrapping(dataset: Any) -> None:
                 continue
             known.add(id(inner))
             inside.append(inner)
+            # The sampler deals the outer numbers, and the samples come with the inner ones.
             is_shade = hasattr(inner, "check_forecast")
             if is_shade and (isinstance(outer, Subset | ConcatDataset) or len(inner) != len(dataset)):
                 name = type(outer).__name__
@@ -74,7 +71,8 @@ def check_numbering(dataset: Any) -> None:
     indices = sorted({number * last // (_ASKED - 1) for number in range(_ASKED)})
     with kept_generators():
         asked, again = ([_asked_for(dataset, inner, index) for index in indices] for _ in range(2))
-    if asked != again:  # it draws the samples that it looks at
+    # A wrapper that draws the samples that it looks at has no numbering to check.
+    if asked != again:
         return
     for index, found in zip(indices, asked, strict=True):
         if found is not None and found != index:
@@ -91,7 +89,8 @@ def _asked_for(dataset: Any, inner: Any, index: int) -> int | None:
     def ask(indices: Any) -> Any:
         raise _Asked(int(indices[0]) % len(inner))
 
-    inner.__dict__["__getitems__"] = ask  # which its __getitem__ calls
+    # ShadeDataset's __getitem__ calls __getitems__, so this is reached either way.
+    inner.__dict__["__getitems__"] = ask
     try:
         dataset[index]
     except _Asked as asked:
@@ -130,7 +129,8 @@ class UsageWarnings:
         self._warned: set[str] = set()
 
     def check_numbering(self) -> None:
-        """Checks the numbers of the data set's samples, once: without reports another order does no harm."""
+        """Checks the numbers of the data set's samples, once."""
+        # Not before the first report: without reports another order does no harm.
         if self._unchecked is not None:
             check_numbering(self._unchecked)
             self._unchecked = None

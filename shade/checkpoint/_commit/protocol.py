@@ -177,7 +177,7 @@ def store(
     manifest: Manifest,
     chunks: Callable[[], Iterable[Bytes]],
 ) -> str:
-    """Takes steps 2 to 4 in one tier, with the record and lengths that `agree` gave; returns the place."""
+    """Takes steps 2 to 4 in one tier, with the record and lengths that `agree` gave; returns the location."""
     # Before `prepare`, which removes the record of an older snapshot: a tier that will refuse this one keeps it.
     if record.base is not None:
         refusal = group.share(_attempt(lambda: check_base(tier, record))[1] if group.rank == 0 else None)

@@ -169,7 +169,7 @@ class ShadeStager(AsyncStager):
                 live[names.setdefault(_memory_of(local), f"{escape(path)}[")] = local
 
         _mapped(state_dict, "", enter)
-        # The order in which our writer lays out a shard, so that it hashes and sends the block in place.
+        # The order in which our writer lays out a shard, so that it hashes and sends the block itself.
         layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
         block = self._block(layout.num_bytes)
 

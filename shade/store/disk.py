@@ -107,7 +107,8 @@ class DiskStore(Store):
         """Returns this process's files; opens them if they are not open, or were unlinked meanwhile."""
         # SQLite's connections and locks must not cross a fork.
         process = os.getpid()
-        if process != self._opener:  # a child: its parent's threads, and what they hold, are not here
+        # A forked child has none of its parent's threads, one of which may have held the lock.
+        if process != self._opener:
             self._opening, self._opener = threading.Lock(), process
             _abandoned.extend(self._files_by_process.values())
             self._files_by_process = {}
@@ -118,7 +119,8 @@ class DiskStore(Store):
             files = self._files_by_process.get(process)
             if files is None or files.is_gone:
                 if files is not None:
-                    _abandoned.append(files)  # another thread may be in the middle of a batch
+                    # Not closed: another thread may be in the middle of a batch.
+                    _abandoned.append(files)
                 self._files_by_process[process] = files = self._open()
             return files
 
@@ -183,7 +185,8 @@ class DiskStore(Store):
         return [found.get(key) for key in keys]
 
     def _second_look(self, key: str) -> bytes | None:
-        """Reads an entry again while no process writes; removes it if it is damaged."""
+        """Reads an entry again, and removes it if it is damaged."""
+        # In a transaction, while no process writes: the extent may have been given to another value before the read.
         with self._using(writes=True) as files:
             row = files.rows([key]).get(key)
             value = None if row is None else files.value(key, row)

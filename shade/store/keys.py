@@ -32,10 +32,8 @@ _DIGITS: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 @lru_cache(maxsize=4)
 def balanced_tags(num_buckets: int) -> tuple[str, ...]:
-    """Finds for each bucket the first short word whose slot falls into that bucket's part of the slot space.
-
-    Takes 25 ms for 4096, once a process.
-    """
+    """Finds for each bucket the first short word whose slot falls into that bucket's part of the slot space: 25 ms for
+    4096, once a process."""
     tags: list[str | None] = [None] * num_buckets
     missing, number = num_buckets, 0
     while missing:

@@ -1,9 +1,8 @@
 """Holds one connection to one Redis server: sends a batch, reads its replies.
 
-redis-py makes the connection: socket, TLS, login. The batch is our own: hiredis packs and parses it without a layer
-between. `Link.advance` takes replies as they arrive, so one thread can listen to many servers. The socket's timeout is
-a *progress* timeout: it bounds each wait for the next bytes and not a whole transfer. There are no retries: a
-connection that broke is closed, and the next batch opens another. The system resolves names, with its own timeout.
+redis-py makes the connection: socket, TLS, login; hiredis packs and parses the batch. The socket's timeout is a
+*progress* timeout: it bounds each wait for the next bytes and not a whole transfer. There are no retries: a connection
+that broke is closed, and the next batch opens another. The system resolves names, with its own timeout.
 
 Invariant: an open link has no reply outstanding between two batches. Decisions 0002, 0025 and 0052 have the price of
 the libraries, of the timeout and of sendfile(2).
@@ -194,9 +193,6 @@ class Endpoint:
     def check_tls(self, timeout_seconds: float) -> None:
         """Finds out whether TLS is why a connection failed: shakes hands again, and listens.
 
-        In TLS 1.3 the server judges our certificate after our side of the handshake is done. redis-py writes its login
-        at that moment, and then sees a broken pipe as often as the verdict.
-
         Args:
             timeout_seconds: Bound of each wait.
 
@@ -217,6 +213,8 @@ class Endpoint:
                 socket.create_connection((self.host, self.port), timeout_seconds) as plain,
                 context.wrap_socket(plain, server_hostname=self.host) as encrypted,
             ):
+                # In TLS 1.3 the server judges our certificate after our side of the handshake is done. redis-py writes
+                # its login at that moment, and then sees a broken pipe as often as the verdict.
                 encrypted.recv(1)
         except ssl.SSLError as error:
             if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in (error.reason or ""):
@@ -328,8 +326,9 @@ class Link:
         return self._socket.fileno()
 
     def is_readable(self) -> bool:
-        """Returns whether bytes, or the news that the server hung up, are waiting. An idle link should not be readable;
-        asking costs a system call, and saves the retry that a dead idle connection would otherwise need."""
+        """Returns whether bytes, or the news that the server hung up, are waiting."""
+        # An idle link should not be readable. Asking costs a system call, and saves the retry that a dead idle
+        # connection would otherwise need.
         return self._reader.has_data() or bool(self._poller.poll(0))
 
     def send(self, commands: Sequence[Command]) -> None:
@@ -349,7 +348,8 @@ class Link:
         except OSError as error:
             self.close()
             raise self._failure(error, "send to") from error
-        except BaseException:  # half a command would answer for the next one
+        # Half a command would answer for the next one.
+        except BaseException:
             self.close()
             raise
 
@@ -366,7 +366,8 @@ class Link:
                 if error.errno not in _WITHOUT_SENDFILE:
                     raise
                 count = 0
-            if not count:  # not this file or not this system: what is left is copied
+            # Not this file or not this system: what is left is copied.
+            if not count:
                 break
             sent += count
         return sent
@@ -410,8 +411,7 @@ class Link:
         return True
 
     def _reply_into(self, command: Command) -> Reply:
-        """Reads one reply past the parser, from the socket into the caller's buffer: saves an object and a copy a
-        value."""
+        """Reads one reply past the parser, from the socket into the caller's buffer."""
         # The length is unknown until the line ends, and a byte read beyond it would be lost to the buffer.
         line = self._read(_SHORTEST_LINE_BYTES)
         while not line.endswith(b"\r\n"):  # to its end and not a byte beyond

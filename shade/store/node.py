@@ -1,8 +1,7 @@
 """One server as a client sees it: its idle connections, a conversation with many servers at once, and its health.
 
-A connection belongs to one process and to one batch at a time: threads never share one, and a child after fork never
-continues its parent's conversation. `exchange` writes to every server first and then reads from whichever has bytes
-ready: a slow server delays no other, and several silent ones cost one timeout together, all without threads.
+A connection belongs to one process and to one batch at a time. `exchange` writes to every server first and then reads
+from whichever has bytes ready: a slow server delays no other, and several silent ones cost one timeout together.
 
 `NodeHealth` is a circuit breaker for each node of a cluster: one that failed, or is slow, is left out for a pause of 2,
 then 4, then 8 seconds. *Slow* means: more than `SLOW_SECONDS` and more than `SLOW_FACTOR` times the median of the same
@@ -58,12 +57,14 @@ class Node:
 
     def take(self) -> Link:
         """Returns a connection for one batch: the idle one used last, or a new one, which raises as `Link` does."""
+        # A child after fork never continues its parent's conversation.
         if self._process_id != os.getpid():
             self._drop_idle()
         while self._idle:
             try:
                 link = self._idle.pop()
-            except IndexError:  # another thread took the last one between the look and the pop
+            # Another thread took the last one between the look and the pop.
+            except IndexError:
                 break
             if not link.is_readable():
                 return link
@@ -157,7 +158,8 @@ def exchange(work: Sequence[tuple[Node, Sequence[Command]]]) -> list[Answer]:
             answers[position] = answer
         talking.clear()
     finally:
-        for part in talking.values():  # only after an exception: their replies are still outstanding
+        # Only after an exception: their replies are still outstanding.
+        for part in talking.values():
             part.link.close()
     return answers
 

@@ -72,12 +72,9 @@ class RemoteStore(Store):
 
     @abstractmethod
     def _round(self, keys: Sequence[str], commands: Sequence[Command]) -> Sequence[Outcome]:
-        """Sends each command to the server that has its key, all in one round trip a server; ``keys`` has one for each
-        command.
-
+        """Sends each command to the server that has its key (``keys`` has one each), in one round trip a server.
         Returns one outcome a command; `StoreUnavailableError` for one of several servers that is unreachable. Raises it
-        if no server is reachable.
-        """
+        if no server is reachable."""
 
     def _can_be_asked_for(self, key: str, holder: Node) -> bool:
         """Returns whether a read of a key that a server lists would go to that server."""
@@ -117,10 +114,10 @@ class RemoteStore(Store):
 
     @override
     def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
-        """Reads one value a round trip: a server that prepares several large replies at once pushes them out of its
-        core's cache. Threads that each ask for their own keep servers and network busy."""
         self._check_open()
         found = []
+        # One value a round trip: a server that prepares several large replies at once pushes them out of its core's
+        # cache. Threads that each ask for their own keep servers and network busy.
         for key, buffer in items.items():
             (outcome,) = self._round([key], [GetInto(key, buffer)])
             found.append(self._answer(outcome) == len(buffer))
@@ -169,13 +166,12 @@ class RemoteStore(Store):
 
     @override
     def delete_many(self, keys: Sequence[str]) -> list[int]:
-        """Length and removal are two commands side by side: if another client changes the length in between, the old
-        one is returned."""
         self._check_open()
         removed: list[int] = []
         for start in range(0, len(keys), _ROUND_COMMANDS):
             part = keys[start : start + _ROUND_COMMANDS]
-            # STRLEN and UNLINK of a key share its slot, so both go to the same server, in this order.
+            # STRLEN and UNLINK of a key share its slot, so both go to the same server, in this order. If another client
+            # changes the length in between, the old one is returned.
             twice = [key for key in part for _ in range(2)]
             outcomes = iter(self._round(twice, [(verb, key) for key in part for verb in (b"STRLEN", b"UNLINK")]))
             for length, count in zip(outcomes, outcomes, strict=True):
@@ -226,7 +222,8 @@ class RemoteStore(Store):
                 for key in keys:
                     if isinstance(key, bytes) and key not in seen:
                         seen.add(key)
-                        with contextlib.suppress(UnicodeDecodeError):  # not text, so no key that anyone could ask for
+                        # What is no text is no key that anyone could ask for.
+                        with contextlib.suppress(UnicodeDecodeError):
                             name = key.decode()
                             if self._can_be_asked_for(name, node):
                                 yield name

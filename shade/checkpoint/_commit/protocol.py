@@ -1,24 +1,13 @@
 """How a snapshot comes to count: the same four steps in every tier; one rank's failure is every rank's failure.
 
-The order of the steps keeps a half-written snapshot from ever being read, whichever process dies at whichever
-operation:
-
 1. `agree`: the ranks exchange the digests of their manifests, so that each can make the same commit record.
-2. `prepare`: rank 0 prepares a place and removes the record of what lay there before. A tier that lacks the base of the
-   snapshot is refused it, both here and before the record is written.
+2. `prepare`: rank 0 prepares a location and removes the record of what lay there before.
 3. `put`: every rank writes its shard. No reader finds it yet.
-4. `commit`: the ranks vote. If all succeeded, the record is written, last. If one failed or died, no record is written
-   and the place is freed; earlier snapshots lie in other places and were not touched.
+4. `commit`: the ranks vote. If all succeeded, the record is written, last; else the location is freed.
 
-A snapshot that is uploaded while it is still being copied passes steps 2 and 3 before step 1: `announce` then takes the
-place of the first step, and the ranks agree on the manifests when all chunks are there. Without an agreed manifest, the
-uploaded chunks are discarded.
-
-The ranks talk over a `RankGroup`, so that agreeing in a background thread never meets the training's collectives. All
-ranks call the same methods in the same order. Every function here is collective, and raises the same `CheckpointError`
-on every rank. A rank that dies between 1 and 4 leaves the others waiting in a collective until the group's timeout, as
-in the training's own collectives. If rank 0 dies after 4, the snapshot is committed: the other ranks may not know, but
-the next restore finds it.
+A snapshot that is uploaded during its copy passes steps 2 and 3 first, after `announce`. Every function here is
+collective, and raises the same `CheckpointError` on every rank. A rank that dies between 1 and 4 leaves the others
+waiting until the group's timeout. If rank 0 dies after 4, the snapshot is committed: the next restore finds it.
 """
 
 from __future__ import annotations
@@ -116,10 +105,8 @@ def agree(
 
 
 def announce(group: RankGroup, manifest: Manifest | None, error: str | None) -> list[int]:
-    """Makes sure, before chunks are uploaded without a manifest, that every rank is about to upload the same step.
-
-    The manifest has no digests yet; without one, ``error`` says why. Returns the length of each rank's shard.
-    """
+    """Checks that every rank is about to upload the same step; returns the length of each rank's shard. The manifest
+    has no digests yet; without one, ``error`` says why."""
     mine: dict[str, Any] = {"error": error}
     if manifest is not None:
         mine |= {"run": manifest.run, "step": manifest.step, "num_bytes": manifest.num_bytes}
@@ -140,6 +127,7 @@ def _check_alike(gathered: list[dict[str, Any]]) -> None:
 
 def prepare(tier: Tier, group: RankGroup, step: int, shard_bytes: Sequence[int]) -> str:
     """Takes step 2 in one tier; returns the place. ``shard_bytes`` are the stored lengths of all ranks' shards."""
+    # Rank 0 shares its failure too: if it raised before `share`, the others would wait in it.
     place: str | None
     place, reason = group.share(_attempt(lambda: tier.prepare(step, shard_bytes)) if group.rank == 0 else None)
     if place is None:
@@ -148,10 +136,7 @@ def prepare(tier: Tier, group: RankGroup, step: int, shard_bytes: Sequence[int])
 
 
 def put(tier: Tier, group: RankGroup, place: str, manifest: Manifest, chunks: Callable[[], Iterable[Bytes]]) -> None:
-    """Takes step 3, and the vote on it, in one tier; if one rank cannot write its shard, the place is free again.
-
-    ``chunks`` is called once and gives this rank's chunks in stored form.
-    """
+    """Takes step 3 in one tier, and the vote on it. ``chunks`` is called once: this rank's chunks in stored form."""
     _, failure = _attempt(lambda: tier.put(place, Shard(manifest, chunks())))
     _vote(tier, group, place, failure)
 
@@ -160,6 +145,7 @@ def commit(tier: Tier, group: RankGroup, place: str, record: Commit) -> None:
     """Takes step 4 in one tier; if the record cannot be written, the place is free again."""
 
     def write() -> None:
+        # `store` has checked it before the shards were put; the base may have been removed since.
         check_base(tier, record)
         tier.commit(place, record)
 
@@ -170,7 +156,6 @@ def commit(tier: Tier, group: RankGroup, place: str, record: Commit) -> None:
 
 
 def _vote(tier: Tier, group: RankGroup, place: str, failure: str | None) -> None:
-    """Raises the first rank's failure on every rank, and frees the place."""
     reason = next(filter(None, group.gather(failure)), None)
     if reason is not None:
         discard(tier, group, place)
@@ -193,10 +178,8 @@ def store(
     manifest: Manifest,
     chunks: Callable[[], Iterable[Bytes]],
 ) -> str:
-    """Takes steps 2 to 4 in one tier, with the record and lengths that `agree` gave; returns the place.
-
-    If it raises, the snapshot is not committed in this tier, and another tier may still take it.
-    """
+    """Takes steps 2 to 4 in one tier, with the record and lengths that `agree` gave; returns the location."""
+    # Before `prepare`, which removes the record of an older snapshot: a tier that will refuse this one keeps it.
     if record.base is not None:
         refusal = group.share(_attempt(lambda: check_base(tier, record))[1] if group.rank == 0 else None)
         if refusal is not None:
@@ -208,7 +191,8 @@ def store(
 
 
 def check_base(tier: Tier, record: Commit) -> None:
-    """Raises if a tier lacks the base of a snapshot. The shared-memory tier holds plain data and needs no base."""
+    """Raises if a tier lacks the base of a snapshot."""
+    # Shared memory holds plain data, which needs no base.
     if record.base is None or tier.holds_plain:
         return
     if record.base not in {held.digest for held in tier.held().values()}:
@@ -221,9 +205,6 @@ def check_base(tier: Tier, record: Commit) -> None:
 
 def retire(tier: Tier, keep: Keep, pending: Callable[[], Iterable[Commit]] = tuple) -> None:
     """Removes from a tier the snapshots that no rule keeps.
-
-    A record that cannot be read may be readable later, and may build on any snapshot of version 2. While there is one,
-    those stay; nothing builds on a snapshot of version 1.
 
     Args:
         tier: The tier.
@@ -244,6 +225,7 @@ def retire(tier: Tier, keep: Keep, pending: Callable[[], Iterable[Commit]] = tup
             unreadable.append(str(error))
     stay = 0
     for record in keep.discardable(records, others):
+        # An unreadable record may be readable later, and may build on any snapshot of version 2, on none of version 1.
         if unreadable and record.version > 1:
             stay += 1
         else:
@@ -257,11 +239,12 @@ def retire(tier: Tier, keep: Keep, pending: Callable[[], Iterable[Commit]] = tup
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Returns the result, or any error's message: the other ranks wait for this one's vote, whatever happens here."""
+    """Returns the result, or any error's message."""
     try:
         return action(), None
     except ShadeError as error:
         return None, " ".join(str(error).split()) or type(error).__name__
+    # Whatever it is, the other ranks wait for this one's vote.
     except Exception as error:
         logger.exception("a tier failed as none should")
         return None, f"{type(error).__name__}: {' '.join(str(error).split())}"

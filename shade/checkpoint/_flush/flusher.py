@@ -1,12 +1,11 @@
 """Moves one run's snapshots from the cluster's memory into durable storage while the training continues.
 
-A slot's dirty bit says that its snapshot is in memory only. It is cleared after the storage's commit has returned,
-fsync and rename included. Newest first: when training outruns storage, the user wants the newest state durable, not a
-queue of old ones, so of the others only those are written that the retention rules would keep (decision 0011).
-Invariant: a bit is cleared only when that snapshot, or a newer one of the run, is committed in storage.
+A slot's dirty bit says that its snapshot is in memory only. Newest first; of the others only those are written that the
+retention rules would keep (decision 0011). Invariant: a bit is cleared only when that snapshot, or a newer one of the
+run, is committed in storage, fsync and rename included.
 
-A snapshot is written after its base, however new it is: storage never has a delta without its base. Reading and writing
-overlap, through a ring of buffers; `FetchPace` measures how many chunks are fetched at once.
+A snapshot is written after its base: storage never has a delta without it. Reading and writing overlap, through a ring
+of buffers.
 """
 
 from __future__ import annotations
@@ -90,8 +89,6 @@ def batches(lengths: Sequence[int], pace: FetchPace, num_all: int) -> Iterator[r
 class BufferRing:
     """Lends memory in turn, each piece at the beginning of a page.
 
-    A piece is lent again when so many bytes were lent after it that it cannot be in use any more.
-
     Args:
         longest: Length of the longest piece.
         num_held: Number of latest results of `take` that may be in use when the next is requested.
@@ -99,7 +96,9 @@ class BufferRing:
 
     def __init__(self, longest: int, num_held: int) -> None:
         most = max(MOST_BYTES, _pages(longest))
-        self._length = (num_held + 1) * most + _pages(longest)  # the end may be too short for a piece, and is skipped
+        # So long that a piece is lent again only after the next `num_held` results; the end may be too short for a
+        # piece, and is skipped.
+        self._length = (num_held + 1) * most + _pages(longest)
         self._memory = memoryview(mmap.mmap(-1, self._length))
         self._next = 0
 
@@ -268,6 +267,7 @@ class Flusher:
                 self.memory.mark_clean(location, record.step)
             else:
                 left.append((location, record))
+        # When training outruns storage, the user wants the newest state durable, not a queue of old ones.
         newest_first = sorted(left, key=lambda each: each[1].sequence, reverse=True)
         return left, [(location, record) for location, record in newest_first if record.digest in kept]
 
@@ -287,7 +287,6 @@ class Flusher:
         return [*(locations[base.digest] for base in reversed(below)), (location, record)]
 
     def _make_durable(self, location: str, record: Commit) -> int:
-        """Writes one snapshot, clears its bit, and returns its bytes."""
         self.memory.hold(location)
         # Cleared after the commit, never before: after any crash a snapshot is still in memory and still marked.
         num_bytes = self._write(location, record)
@@ -313,6 +312,7 @@ class Flusher:
             check_base(self.storage, record)
             self.storage.commit(target, record)
         except BaseException:
+            # After another flusher has taken over, what lies there may be its write in progress.
             if self._may_write():
                 with contextlib.suppress(StorageError):
                     self.storage.discard(target)
@@ -383,13 +383,10 @@ class Flusher:
 def _fetch(
     reader: Reader, snapshot: Snapshot, manifests: Sequence[Manifest], pace: FetchPace
 ) -> Iterator[list[memoryview]]:
-    """Yields every chunk of every rank in order, fetch by fetch, in memory that is reused.
-
-    At most `AHEAD_FETCHES` fetches wait and one is being written, so a ring of that many plus one never overwrites a
-    chunk that is still needed.
-    """
+    """Yields every chunk of every rank in order, fetch by fetch, in memory that is reused."""
     longest = max((chunk.num_bytes for manifest in manifests for chunk in manifest.chunks), default=1)
     num_all = sum(len(manifest.chunks) for manifest in manifests)
+    # At most `AHEAD_FETCHES` fetches wait, and one is being written.
     ring = BufferRing(longest, AHEAD_FETCHES + 1)
     pace.begin()
     for manifest in manifests:

@@ -1,10 +1,8 @@
 """Runs the flusher as a process: finds dirty snapshots in a store, makes them durable, and outlives their run.
 
 ``python -m shade.checkpoint._flush.service`` (for users: ``shade checkpoint flush``) serves one run, or every run that
-it finds in a store. It may be killed at any moment: see `_flush.flusher`. A `Checkpointer` calls `is_served`, and then
-`start_flusher` if no flusher serves its run. That process is detached; it ends when everything is durable and the run
-has called `mark_ended` or has been silent for long. One thread serves all runs of a store, and holds a run lock for
-each, so that a second flusher leaves the run alone.
+it finds in a store, in one thread. It may be killed at any moment: see `_flush.flusher`. One that `start_flusher`
+started ends when everything is durable and the run has called `mark_ended` or has been silent for long.
 """
 
 from __future__ import annotations
@@ -79,7 +77,8 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
         cure = "name a server that outlives this process: unix://, redis:// or redis+cluster://"
         raise ConfigError.of("a store that other processes reach by its URL", store_url, cure)
     given = {STORE_VARIABLE: url.reveal(), STORAGE_VARIABLE: persist_url}
-    home = str(Path(str(files("shade"))).parent)  # where the package lies, for a clone that is not installed
+    # Where the package lies, for a clone that is not installed.
+    home = str(Path(str(files("shade"))).parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", __name__, f"--run={run}", f"--keep={keep}"]
     path = flusher_log(run) if log is None else log
@@ -342,22 +341,21 @@ class _FlushService:
         return all(each.flusher.is_drained or each.flusher.is_stuck(patience_seconds) for each in self.served.values())
 
     def is_finished(self, run: str, patience_seconds: float) -> bool:
-        """Returns whether a run has ended and is durable, or cannot be saved; its lock is then released.
-
-        The end mark is read again after the release, for a run that restarted while it still saw the lock.
-        """
+        """Returns whether a run has ended and is durable, or cannot be saved; its lock is then released."""
         each = self.served[run]
         if not each.has_ended(patience_seconds):
             return False
         if not self.is_drained:
             return self.is_stuck(patience_seconds)
         each.run_lock.release()
+        # Again after the release: a run that restarted while it saw the lock has started no flusher of its own.
         if each.has_ended(patience_seconds):
             return True
         with contextlib.suppress(RunInUseError):
             each.run_lock.acquire()
             return False
-        return True  # another flusher took the lock
+        # Another flusher took the lock.
+        return True
 
 
 def _served_by_other(run: str) -> CheckpointError:

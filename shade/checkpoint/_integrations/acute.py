@@ -9,9 +9,8 @@
     train_node.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch})
     shade.destroy_acute()
 
-Unlike in the originals (ACUTE: IEEE Access 12, pp. 116891–116904, 2024; DASH is the same code under other names) the
-remote node is no rank but a Redis server and `shade checkpoint flush`; waiting waits; every rank sends its share of
-alike state, and ``shard_size`` is ignored; a run can be restored (``snapshot_path``). Decision 0013.
+ACUTE: IEEE Access 12, pp. 116891–116904, 2024; DASH is the same code under other names. Here the remote node is no rank
+but a Redis server and `shade checkpoint flush`, waiting waits, and a run can be restored. Decision 0013.
 """
 
 from __future__ import annotations
@@ -111,12 +110,10 @@ class RemoteNode:
         return f"shade checkpoint flush {self.store} --persist {self.persist_to} --run {self.run}"
 
     def is_serving(self) -> bool:
-        """Returns whether a flusher serves the run; takes half a second as a rule.
-
-        Raises StoreError if the store does not answer.
-        """
+        """Returns whether a flusher serves the run; raises StoreError if the store does not answer."""
         if self.store is None:
             return False
+        # `self.store` has its password hidden, so it opens nothing that needs one.
         with open_store(os.environ.get(CHECKPOINT_URL, self.store)) as store:
             return is_served(store, self.run)
 
@@ -153,12 +150,10 @@ class TrainNode:
         self.checkpointer.save_state(dict(state), step)
 
     def wait_copy_complete(self) -> None:
-        """Returns when the state of the last save may change.
-
-        If a part of it has changed already, that save is refused and logged; later saves copy everything at once.
-        """
+        """Returns when the state of the last save may change."""
         try:
             self.checkpointer.wait_copy_complete()
+        # One refused save must not end the training: later ones copy everything at once.
         except TornSnapshotError as error:
             logger.error("%s; from now on save() waits for the whole copy", error)
             self.checkpointer.state_dict_state.copies_at_once = True
@@ -228,10 +223,8 @@ init_dash = init_DASH = init_ACUTE = init_acute
 
 
 def destroy_acute() -> None:
-    """Ends, on every rank, when all saves are committed; the flusher continues. Safe to call twice.
-
-    Raises CheckpointError if the last save is in no tier.
-    """
+    """Ends, on every rank, when all saves are committed; raises CheckpointError if the last save is in no tier. Safe to
+    call twice."""
     global _current
     if _current is None:
         return
@@ -247,7 +240,7 @@ destroy_dash = destroy_DASH = destroy_ACUTE = destroy_acute
 
 
 def _init_group(given: Mapping[str, Any]) -> Communicator:
-    """Joins the process group of torchrun's variables, or mpirun's, or a group of one."""
+    """Joins the process group of torchrun's variables, or mpirun's, or makes a group of one."""
     owns = not dist.is_initialized()
     for name, theirs in _OPENMPI.items():
         if theirs in os.environ:
@@ -262,6 +255,7 @@ def _init_group(given: Mapping[str, Any]) -> Communicator:
             os.environ.setdefault("MASTER_PORT", str(given["training_master_port"]))
             dist.init_process_group(backend)
         else:
+            # A store in this process: a group of one needs no port, which another job may have.
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return Communicator(dist.get_rank(), dist.get_world_size(), local_rank, owns)
 
@@ -291,6 +285,7 @@ def _open(given: Mapping[str, Any]) -> tuple[TrainNode, RemoteNode]:
     except BaseException:
         checkpointer.close()
         raise
+    # What is shown to the user must not hold the password.
     shown = None if store is None else str(StoreURL.parse(store))
     return TrainNode(checkpointer, starting_epoch), RemoteNode(shown, shown_place(persist), run)
 
@@ -299,6 +294,7 @@ def _run_id(name: str, dated: bool, snapshot_path: str | None, store: str | None
     """Returns the model's name; with a date: the newest such run to resume, or a new one. Collective."""
     if not dated:
         return name
+    # Each rank's clock may give another second, so rank 0's choice is shared.
     chosen = name + time.strftime(_DATE)
     if dist.get_rank() == 0 and snapshot_path == LATEST:
         with open_volume(persist) as volume:
@@ -313,7 +309,6 @@ def _run_id(name: str, dated: bool, snapshot_path: str | None, store: str | None
 
 
 def _restore_named(checkpointer: StateDictCheckpointer, snapshot_path: str | None, starting_epoch: int) -> int:
-    """Restores what was named, and returns the first epoch to train."""
     if snapshot_path is None:
         return starting_epoch
     if snapshot_path == LATEST:
@@ -338,5 +333,6 @@ def _restore_path(checkpointer: StateDictCheckpointer, path: str) -> None:
         found = read_newest(Reader([StorageTier(volume, match[2])]), group_of(checkpointer), step=int(match[3]))
     if found is None:
         raise CheckpointError.of("a committed snapshot", f"none at {path}", "see shade checkpoint list")
+    # A rank that the snapshot's run did not have keeps the generators that it was seeded with.
     is_old = group_of(checkpointer).rank < found.record.world_size
     checkpointer.state_dict_state.read(found.tree, found.tensors, with_generators=is_old)

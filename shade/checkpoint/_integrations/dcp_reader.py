@@ -1,10 +1,8 @@
 """ShadeReader: loads a snapshot with `torch.distributed.checkpoint` from cluster memory and durable storage.
 
 DCP plans which rank needs which part of which saved piece, for any old and new world size. Each rank reads and verifies
-the chunks that hold those bytes, from the nearest location that has them intact. A piece of rows is a range of bytes;
-for a piece of columns everything between its first and last byte is read. Bytes pass through two windows of memory: one
-is filled while the other is copied onwards. Nothing that was stored is unpickled. `gather_state` gathers a sharded
-snapshot in one process, for exports; it needs memory for the whole state.
+the chunks that hold those bytes, from the nearest location that has them intact, through two windows of memory: one is
+filled while the other is copied onwards. Nothing that was stored is unpickled.
 """
 
 from __future__ import annotations
@@ -100,6 +98,7 @@ class ShadeReader(StorageReader):
         self._store, self._persist_to, self._run = store, persist_to, run
         self.step = step
         self._resources = contextlib.ExitStack()
+        # Nothing closes a reader that `dcp.load` was given in the call.
         weakref.finalize(self, self._resources.close)
         self._reader: Reader | None = None
         self._snapshot: Snapshot | None = None
@@ -114,11 +113,8 @@ class ShadeReader(StorageReader):
             self.step = step_of(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
-        """Returns DCP's metadata of the snapshot.
-
-        Raises CheckpointError if there is no such snapshot, or CorruptCheckpointError if its metadata is lost in every
-        copy.
-        """
+        """Returns DCP's metadata of the snapshot. Raises CheckpointError if there is no such snapshot, or
+        CorruptCheckpointError if its metadata is lost in every copy."""
         self._snapshot, manifest = self._choose()
         self._manifests = {}
         shard = _Shard(self._tiers(), self._snapshot, manifest)
@@ -256,13 +252,14 @@ class _Shard:
         fill(self.reader, self.snapshot, self.manifest, buffers, shared)
 
     def values(self, nodes: Sequence[Any]) -> list[Any]:
-        """Reads what objects need, and returns them without views of the memory that was read into."""
+        """Reads what objects need, and returns them."""
         wanted = [tensors_in(node) for node in nodes]
         everything = set().union(*wanted)
         entries = {name: entry for name, entry in self.manifest.tensors.items() if name in everything}
         arena, numbers = Arena(self.manifest.num_bytes), self.manifest.chunks_of(entries)
         self.fill(arena.chunks(self.manifest, numbers), shared=numbers)
         tensors = arena.tensors(entries)
+        # Clones: a view would keep the arena of the whole shard alive.
         return [
             unflatten(node, {name: tensors[name].clone() for name in names & tensors.keys()})
             for node, names in zip(nodes, wanted, strict=True)
@@ -359,7 +356,8 @@ def _read_request(manifest: Manifest, item: ReadItem, node: Any, is_shared: bool
         )
     (name,) = names
     entry = manifest.tensors[name]
-    sizes, pair = entry.shape[: len(item.lengths)], entry.shape[len(item.lengths) :]  # complex numbers may be pairs
+    # Complex numbers may be stored as pairs, in one dimension more.
+    sizes, pair = entry.shape[: len(item.lengths)], entry.shape[len(item.lengths) :]
     if (
         len(sizes) != len(item.lengths)
         or len(pair) > 1
@@ -378,6 +376,7 @@ def _read_request(manifest: Manifest, item: ReadItem, node: Any, is_shared: bool
     first = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=False))
     last = first + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=False))
     start = entry.start + first * dtype.itemsize
+    # For a piece of columns this is everything between its first and last byte, other columns included.
     span = range(start, entry.start + (last + 1) * dtype.itemsize) if math.prod(lengths) else range(start, start)
     return _ReadRequest(
         item, node, name, dtype, span, lengths, tuple(strides[: len(lengths)]), _chunks(manifest, span), is_shared
@@ -385,7 +384,6 @@ def _read_request(manifest: Manifest, item: ReadItem, node: Any, is_shared: bool
 
 
 def _chunks(manifest: Manifest, span: range) -> range:
-    """Returns the numbers of the chunks that hold these bytes."""
     return range(span.start // manifest.chunk_bytes, -(-span.stop // manifest.chunk_bytes)) if span else range(0)
 
 
@@ -414,6 +412,7 @@ def _copy(saved: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
 
 def _deliver(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     """Puts an object where the planner would put it."""
+    # DefaultLoadPlanner.load_bytes would unpickle it; only a planner with a method of its own gets bytes.
     if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
         made = io.BytesIO()
         torch.save(value, made)
@@ -445,11 +444,8 @@ def is_sharded(reader: Reader, snapshot: Snapshot) -> bool:
 
 
 def gather_state(reader: ShadeReader) -> dict[str, Any]:
-    """Reads all shards of a snapshot as one state.
-
-    Raises CheckpointError if there is no such snapshot, or CorruptCheckpointError if something in it is lost in every
-    copy.
-    """
+    """Reads all shards of a snapshot as one state, in memory for all of it. Raises CheckpointError if there is no such
+    snapshot, or CorruptCheckpointError if something in it is lost in every copy."""
     metadata = reader.read_metadata()
     wanted: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

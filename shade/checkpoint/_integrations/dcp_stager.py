@@ -1,11 +1,8 @@
 """ShadeStager: stages a state for `dcp.async_save` with one memcpy into warm memory, or during the next step.
 
-It copies into one block of shared memory, touched in advance and reused, in the order in which our writer lays out a
-shard: so the writer hashes and sends it in place, and DCP's checkpoint process reads it there. With optimizers it
-returns before the copy: a thread copies what only their steps change, and the steps wait for it, by a hook.
-
-A block is reused when nothing holds what was staged in it. Invariant: what is saved did not change during the copy
-(`_buffer.tensor_copy`), or the save fails on every rank.
+With optimizers it returns before the copy: a thread copies what only their steps change, and the steps wait for it, by
+a hook. A block of memory is reused when nothing holds what was staged in it. Invariant: what is saved did not change
+during the copy (`_buffer.tensor_copy`), or the save fails on every rank.
 """
 
 from __future__ import annotations
@@ -55,17 +52,14 @@ class _Piece:
         else:
             made = memory[self.data[0] : self.data[1]].view(self.dtype).view(self.shape)
         if self.spec is not None:
-            # from_local() would move it to the mesh's device; torch's own stagers build theirs from the same parts
+            # from_local() would move it to the mesh's device; torch's own stagers build theirs from the same parts.
             return DTensor(made, self.spec, requires_grad=False)
         vars(made).update(self.attributes)
         return made
 
 
 class Staged(dict[str, Any]):
-    """A staged state; it keeps alive the memory of its tensors.
-
-    It is pickled as the memory and the recipe. (Tensors one by one would take a file descriptor each, and PyTorch 2.15
-    cannot pickle a DTensor whose local part does not begin at the start of its storage.)
+    """A staged state; it keeps alive the memory of its tensors, and is pickled as the memory and the recipe.
 
     Args:
         memory: uint8, shared.
@@ -77,6 +71,8 @@ class Staged(dict[str, Any]):
         self._parts = memory, recipe
 
     def __reduce__(self) -> tuple[type[Staged], tuple[torch.Tensor, dict[str, Any]]]:
+        # Tensors one by one would take a file descriptor each, and PyTorch 2.15 cannot pickle a DTensor whose local
+        # part does not begin at the start of its storage.
         return Staged, self._parts
 
 
@@ -91,7 +87,7 @@ class _Refusal:
 
 
 class _Block:
-    """A touched block of shared memory, pinned if there is a device to copy from."""
+    """A block of shared memory, pinned if there is a device to copy from."""
 
     def __init__(self, num_bytes: int) -> None:
         length = max(1, -(-num_bytes // _ROUND_BYTES)) * _ROUND_BYTES
@@ -169,9 +165,11 @@ class ShadeStager(AsyncStager):
         def enter(path: str, tensor: torch.Tensor) -> None:
             local = _local(tensor, path)
             if local.dtype in SPELLINGS:
+                # Tied weights are one memory under two paths: it is copied once.
                 live[names.setdefault(_memory_of(local), f"{escape(path)}[")] = local
 
         _mapped(state_dict, "", enter)
+        # The order in which our writer lays out a shard, so that it hashes and sends the block itself.
         layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
         block = self._block(layout.num_bytes)
 
@@ -188,6 +186,7 @@ class ShadeStager(AsyncStager):
         copying = Copying(live, layout.entries, block.memory, self._steady(live), comparison=self._comparison)
         if self._thread is None:
             return _finished(copying, staged)
+        # At once: what no step of the optimizers guards may change as soon as this returns.
         refused = _settled(copying)
         self._copying = self._thread.submit(lambda: refused or _finished(copying, staged))
         return self._copying
@@ -210,7 +209,6 @@ class ShadeStager(AsyncStager):
         self._blocks = []
 
     def _block(self, num_bytes: int) -> _Block:
-        """Returns a free block that is long enough."""
         free = [block for block in self._blocks if block.is_free]
         for block in free:
             if len(block.memory) >= num_bytes:
@@ -221,7 +219,6 @@ class ShadeStager(AsyncStager):
         return self._blocks[-1]
 
     def _steady(self, live: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """Returns the names of tensors that only a step of the optimizers changes."""
         known = set()
         for optimizer in self._optimizers:
             held = [param for group in optimizer.param_groups for param in group["params"]]
@@ -263,7 +260,7 @@ def _mapped(value: Any, path: str, on_leaf: Callable[[str, Any], Any], kind: typ
 
 
 def _settled(copying: Copying) -> Staged | None:
-    """Copies what may change at any moment; returns a refusal if that changed meanwhile."""
+    """Copies what may change at any moment; returns a refusal if that is torn."""
     try:
         copying.settle(name for name in copying.names if name not in copying.steady)
     except TornSnapshotError as error:
@@ -272,7 +269,6 @@ def _settled(copying: Copying) -> Staged | None:
 
 
 def _finished(copying: Copying, staged: Staged) -> Staged:
-    """Returns the state after the copy, or a refusal if it changed meanwhile."""
     try:
         copying.finish()
     except TornSnapshotError as error:

@@ -8,7 +8,7 @@ DCP plans which rank writes what and gathers the outcomes; this module stores:
 3. DCP gathers the outcomes; if one rank fails, all do, and `finish` is not called.
 4. The coordinator puts DCP's metadata as the last shard, then the commit record. Before that nothing is visible.
 
-Nothing here is collective. What is open (connections, run lock, flusher) belongs to the process and not to a writer.
+Nothing here is collective.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Receipt:
 
 
 class ShadeWriter(StorageWriter):
-    """A StorageWriter for `dcp.save` and `dcp.async_save`. Cheap to create: opens nothing before the first save.
+    """A StorageWriter for `dcp.save` and `dcp.async_save`. Opens nothing before the first save.
 
     Args:
         store: URL of the cluster whose memory takes snapshots; a flusher moves them to storage.
@@ -167,6 +167,7 @@ class ShadeWriter(StorageWriter):
         held, assignment = self._held(), plan.storage_data
         if not isinstance(assignment, _Assignment) or assignment.sequence <= held.written:
             cure = "use a planner without enable_plan_caching"
+            # DCP's plan cache returns an old plan with its location, which another snapshot may have by now.
             raise ConfigError.of("a plan that was made for this save", "one of a save before", cure)
         held.written = assignment.sequence
         tensors: dict[str, torch.Tensor] = {}
@@ -181,6 +182,7 @@ class ShadeWriter(StorageWriter):
         packed = PackedState(assignment.identity, shard_content(tensors, objects), self._address.codec, held.scratch)
         tier = next(tier for tier in held.writable if tier.name == assignment.tier)
         tier.put(assignment.location, packed.shard)
+        # Nothing guards the state during the put; a tensor that changed meanwhile fails the save on all ranks.
         packed.check()
         manifest = packed.manifest
         receipt = _Receipt(assignment.identity, assignment.sequence, manifest.digest, manifest.num_bytes)
@@ -234,10 +236,8 @@ class ShadeWriter(StorageWriter):
     # ── for the user ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def wait_durable(self, timeout_seconds: float | None = None) -> None:
-        """Returns when the step saved last is in storage. Any rank may call it.
-
-        Raises ConfigError if there is no storage, or CheckpointError if it is not there in time.
-        """
+        """Returns when the step saved last is in storage, on any rank. Raises ConfigError if there is no storage, or
+        CheckpointError if the step is not there in time."""
         step, storage = self._step(), (self._opened or opened(self._address, is_coordinator=False)).tiers.storage
         if storage is None:
             raise ConfigError.of("storage to be durable in", None, "pass persist_to=")
@@ -263,7 +263,7 @@ class ShadeWriter(StorageWriter):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the arguments alone: another process opens its own connections."""
+        # The arguments alone: another process opens its own connections.
         return {"_address": self._address, "step": self.step, "_opened": None, "_target": None, "_saved_at": 0.0}
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -393,7 +393,8 @@ class OpenTiers:
         return self.sequence
 
     def close(self) -> None:
-        """Closes the tiers; shared memory, which is not used here, is left unchanged."""
+        """Closes the tiers."""
+        # Shared memory is not used here: what lies there may be a Checkpointer's.
         self.tiers.close(keep_buffers=True)
 
 
@@ -404,6 +405,7 @@ class _UncoordinatedRank(SingleProcessGroup):
         self.rank = rank
 
 
+# By process, not by writer: each save may bring a new writer, and run lock and flusher outlast them.
 _opened: Final[dict[tuple[int, Address, bool], OpenTiers]] = {}
 _lock: Final = threading.Lock()
 

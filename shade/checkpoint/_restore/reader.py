@@ -1,9 +1,8 @@
 """Reads snapshots from all tiers, verifies every byte, repairs what it can, and decodes chunks.
 
 A snapshot has the same record digest in every tier. So a chunk may come from any tier, nearest first, and from any copy
-in it. What is missing or wrong in one location is read from the next, and `Reader.repair` writes it back. Invariant: no
-byte leaves `Reader` unverified. `ShardDecoder` decodes the chunks of a shard, down to the keyframe; each step is
-compared with the digest in that shard's manifest.
+in it; `Reader.repair` writes back what one has lost. `ShardDecoder` decodes the chunks of a shard, down to the
+keyframe. Invariant: no byte leaves `Reader` unverified.
 
 Invariant: the decoded data of a version 2 snapshot has the digest that was computed when it was saved. For version 1
 this holds of the stored form, which its codec decodes in one way only.
@@ -422,10 +421,8 @@ def matches_data_digest(manifest: Manifest, number: int, data: Bytes) -> bool:
 
 
 def check_decodable(reader: Reader, snapshot: Snapshot) -> None:
-    """Decodes a snapshot that has a base completely; an intact snapshot is still lost without its base.
-
-    Raises CorruptCheckpointError if a chunk cannot be decoded.
-    """
+    """Decodes a snapshot that has a base completely; raises CorruptCheckpointError if a chunk cannot be decoded."""
+    # An intact snapshot is still lost without its base.
     if snapshot.record.base is None:
         return
     for rank in range(snapshot.record.world_size):

@@ -1,9 +1,8 @@
 """Finds the newest intact snapshot, reads it on every rank, and loads it into what is attached.
 
-Ranks see different snapshots, so they exchange their lists and try from the newest down. If a snapshot turns out to be
-damaged beyond repair on any rank, all ranks log it and try the one before. A shard that every rank has in the memory of
-its machine is read by each. Any other shard is read by one rank, the first that has it near, and broadcast. Only chunks
-that hold wanted tensors are read. The world size may change: rank r restores the tree of the old rank r mod W.
+Ranks see different snapshots, so they exchange their lists and try from the newest down; one that is damaged beyond
+repair on any rank is given up by all. A shard that every rank has in the memory of its machine is read by each, any
+other by one rank, which broadcasts it. The world size may change: rank r restores the tree of the old rank r mod W.
 """
 
 from __future__ import annotations
@@ -398,10 +397,7 @@ def fill(
 def read_newest_alone(
     reader: Reader, only: Collection[str] | None = None, step: int | None = None
 ) -> ReadSnapshot | None:
-    """Reads as `read_newest`, in a process that saves nothing, while another one may save and remove snapshots.
-
-    If one was removed before it was read, those that have come meanwhile are tried.
-    """
+    """Reads as `read_newest`, in a process that saves nothing, while another one may save and remove snapshots."""
 
     def listed() -> list[str]:
         return [snapshot.record.digest for snapshot in reader.snapshots()]
@@ -411,6 +407,7 @@ def read_newest_alone(
         try:
             found = read_newest(reader, SingleProcessGroup(), only, step)
         except CorruptCheckpointError:
+            # A snapshot that was removed before it was read looks damaged: those that have come meanwhile are tried.
             if is_last or before == listed():
                 raise
             continue
@@ -432,7 +429,8 @@ def restore_app_state(
     record = found.record
     names = contents.names if only is None else list(only)
     if group.rank >= record.world_size and "random" in names:
-        names.remove("random")  # a new rank keeps the generators that it was seeded with
+        # A new rank keeps the generators that it was seeded with.
+        names.remove("random")
     contents.load(found.tree, found.tensors, names, found.trees, lambda failure: _agree(group, failure))
     for arena, manifest in found.arenas:
         forgettable = contents.forgettable(manifest.tree)

@@ -160,13 +160,14 @@ class AsyncWriter:
 
     @property
     def can_stream(self) -> bool:
-        """Whether chunks may leave before all are packed. Cluster memory has to know beforehand how long each is, and a
-        difference goes where its base is."""
+        """Whether chunks may leave before all are packed."""
+        # Cluster memory has to know beforehand how long each chunk is, and a difference goes where its base is.
         goes_to_storage = bool(self._tiers) and self._tiers[0].is_durable
         return self._packer.codec == "none" or (goes_to_storage and not self._packer.builds)
 
     def send(self, request: SaveRequest) -> None:
         """Queues a save; its buffer must not be written to before ``request.handle.committed`` is resolved."""
+        # The same thread on every rank, so that all collectives of a group are made in one order.
         self._queues[self._num_sent % len(self._queues)].put(request)
         self._num_sent += 1
 

@@ -1,9 +1,9 @@
 """Packs a buffer into chunks in stored form, with their digests, and makes the manifest that lists them.
 
-The chunks of the codec ``none`` are views of the buffer: packing copies nothing, it reads every byte once. A codec that
-stores differences needs a *base*: a committed snapshot, of which the packer keeps the digests and, if the codec needs
-it, the data. Every so many saves one stands alone, a *keyframe*; so does the first save after a failure. A chunk is
-stored as its digest where it equals the base's, as it is where compressing does not pay, as a difference, or alone.
+A codec that stores differences needs a *base*: a committed snapshot, of which the packer keeps the digests and, if the
+codec needs it, the data. Every so many saves one stands alone, a *keyframe*; so does the first save after a failure. A
+chunk is stored as its digest where it equals the base's, as it is where compressing does not pay, as a difference, or
+alone.
 
 Invariant: the buffer holds what any tier gives back, and is off from the state by at most `Manifest.bounds` says.
 """
@@ -200,11 +200,9 @@ class Packer:
         return stored, ChunkEntry(len(stored), digest_of(stored))
 
     def alone(self, packed: PackedShard, buffer: torch.Tensor) -> PackedShard:
-        """Packs the same snapshot without its base, for a tier that lacks the base; the bounds stay the same.
-
-        The shard was packed last from that buffer, which holds the decoded values of a lossy codec by now.
-        """
+        """Packs the shard packed last again without its base, for a tier that lacks the base."""
         self.forget()
+        # A lossy codec has written its decoded values to the buffer by now, so the bounds stay the same.
         made = self._compare(_data_of(buffer, packed.manifest.num_bytes), packed.manifest, None)
         return PackedShard(replace(packed.manifest, chunks=tuple(made.entries)), made.stored)
 
@@ -212,6 +210,7 @@ class Packer:
         """Keeps the shard packed last as a base for the next one; called before its buffer is written to again."""
         if not isinstance(self._coder, Delta):
             return
+        # The keyframe stays the base of all until the next one.
         if packed.base is not None and not self._coder.follows_previous:
             assert self._base is not None, "it was built on"
             self._base = replace(self._base, num_after=self._base.num_after + 1)
@@ -231,7 +230,8 @@ class Packer:
 
     def _copied(self, buffer: torch.Tensor, num_bytes: int) -> npt.NDArray[np.uint8]:
         if len(self._room) < num_bytes:
-            self._room = np.empty(0, np.uint8)  # frees the old memory first
+            # Frees the old memory first, so that both are never held.
+            self._room = np.empty(0, np.uint8)
             self._room = np.empty(num_bytes, np.uint8)
         np.copyto(self._room[:num_bytes], buffer.numpy()[:num_bytes])
         return self._room[:num_bytes]
@@ -363,7 +363,8 @@ class _Error:
     def of(cls, chunk: memoryview, back: Bytes, span: Span) -> _Error:
         """Compares a tensor's part in a chunk with the decoded chunk; infinite where a number is not finite."""
         part = slice(span.start, span.stop)
-        if span.start % 4 or span.stop % 4:  # cut by the chunk's edge: such parts are exact
+        # Cut by the chunk's edge: such parts are exact.
+        if span.start % 4 or span.stop % 4:
             return cls(0.0 if bytes(chunk[part]) == bytes(back[part]) else math.inf, 0.0, 1.0)
         saved = np.frombuffer(chunk[part], np.float32).astype(np.float64)
         off = saved - np.frombuffer(back[part], np.float32)

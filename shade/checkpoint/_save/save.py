@@ -1,10 +1,8 @@
 """Saves on the training thread: the state is captured, laid out, copied, handed to the writer, and waited for.
 
-What is captured is live; the strategy decides when it is copied. A tensor that changes while the training thread is
-still in `begin` is copied again, once; one that changes later makes the snapshot torn, and it is refused. One copy is
-made at a time, and as many saves are in flight as the strategy's config allows. `WaitPolicy` says how far a save must
-have come before training continues. Invariant: a buffer is written to by one save only, from `begin` until that save is
-committed or failed.
+What is captured is live; the strategy decides when it is copied. One copy is made at a time, and as many saves are in
+flight as the strategy's config allows. Invariant: a buffer is written to by one save only, from `begin` until that save
+is committed or failed.
 """
 
 from __future__ import annotations
@@ -111,6 +109,8 @@ class Saver:
             stream_hash = StreamHash(data) if streams else None
             copying = Copying(captured.tensors, layout.entries, buffer, captured.steady, stream_hash, self._comparison)
             copied = self._strategy.begin(copying)
+            # Torn while the training thread is still here: it waits, so no step tears the second copy. A copy that is
+            # torn later makes the save fail.
             if copied.done() and copied.exception() is not None:
                 copied = self._copy_again(step, copying)
                 stream_hash = None if stream_hash is None else StreamHash.of_all(data)
@@ -156,7 +156,6 @@ class Saver:
         return handle
 
     def _copy_again(self, step: int, copying: Copying) -> Future[None]:
-        """Copies torn tensors again, at once."""
         try:
             self._strategy.wait()
         except TornSnapshotError as error:
@@ -193,10 +192,8 @@ class Saver:
         return Pace() if self.settled is None else self.settled.pace
 
     def _wait_for_room(self, step: int) -> None:
-        """Waits until the oldest save is committed, or until all are if one of them is of this very step.
-
-        Two saves of one step, in flight at once, would choose the same folder in storage.
-        """
+        """Waits until the oldest save is committed, or until all are if one of them is of this very step."""
+        # Two saves of one step, in flight at once, would choose the same folder in storage.
         if any(handle.step == step for handle in self._in_flight):
             self.settle()
         elif len(self._in_flight) == self._config.in_flight:
@@ -225,14 +222,14 @@ class Saver:
         layout = self._lay_out(self._app_state.capture(self._group.rank, self._group.world_size))
 
         def reserve() -> None:
-            with contextlib.suppress(StorageFullError):  # the save that needs them raises it
+            # The save that needs them raises it.
+            with contextlib.suppress(StorageFullError):
                 self._shared_memory.reserve(layout.num_bytes)
             prepare()
 
         self._prepare(reserve)
 
     def _prepare(self, work: Callable[[], None]) -> None:
-        """Does in a thread what is done once."""
         self._preparing = threading.Thread(target=work, name="shade-prepare", daemon=True)
         self._preparing.start()
 

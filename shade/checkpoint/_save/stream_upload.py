@@ -1,9 +1,7 @@
 """Uploads a shard while it is still being copied: each chunk leaves as soon as it is copied, hashed and encoded.
 
-The manifest lists the digests of all chunks, and the last is known only when the last chunk has been sent. So the tier
-gets an `OpenManifest`, which knows how long each chunk is at most, and which has bytes for a reader that has taken all
-chunks. Uploading early risks nothing: if the copy turns out to be torn, what was uploaded has no record and is
-discarded. The shared-memory tier then has the snapshot after the first tier, since its record needs the digests too.
+The last digest is known only when the last chunk has been sent, so the tier gets an `OpenManifest`. If the copy turns
+out to be torn, what was uploaded has no record and is discarded.
 """
 
 from __future__ import annotations
@@ -110,7 +108,8 @@ class StreamUpload:
             if end - begin < wanted and number < len(self._chunks) - 1:
                 continue
             begun = time.perf_counter()
-            yield self._data[begin:end]  # the consumer writes this batch before it asks for the next one
+            # The consumer writes this batch before it asks for the next one, so this measures the write.
+            yield self._data[begin:end]
             batching.wrote(end - begin, time.perf_counter() - begun)
             begin, wanted = end, batching.batch_bytes(len(self._data), self.manifest.chunk_bytes)
         self._close()
@@ -128,12 +127,10 @@ class StreamUpload:
         return self.manifest.codec != "none"
 
     def _rest(self) -> Iterator[Bytes]:
-        """Packs the chunks that are not packed yet."""
         while len(self._entries) < len(self._chunks):
             yield self._next()
 
     def _next(self) -> Bytes:
-        """Returns the next chunk in stored form, when it is copied."""
         number = len(self._entries)
         digest = self._stream_hash.wait(number)
         if digest is None:

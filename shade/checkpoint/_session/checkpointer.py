@@ -1,14 +1,9 @@
 """Checkpointer: what a training script holds. It attaches its objects, and calls `step` after each optimizer step.
 
 The training thread only captures the state and, depending on the strategy, waits for its copy; the async writer does
-the rest. Usually one save is in flight: a save that is due earlier waits for the one before, and its handle says how
-long.
-
-Three words, three promises: *copied*, the state may change again; *committed*, the snapshot outlives this machine;
-*durable*, it outlives all machines. `wait_copy_complete`, `wait_committed` and `wait_durable` return when they hold,
-and an attached optimizer calls the first of them itself. Invariant: `restore_latest` returns a committed snapshot bit
-for bit (with a lossy codec: within the bounds that `Restored.bounds` says), and never one older than the newest durable
-one.
+the rest. *Copied*: the state may change again; *committed*: the snapshot outlives this machine; *durable*: it outlives
+all machines. Invariant: `restore_latest` returns a committed snapshot bit for bit (with a lossy codec: within
+`Restored.bounds`), and never one older than the newest durable one.
 """
 
 from __future__ import annotations
@@ -116,7 +111,8 @@ class Checkpointer:
             SingleProcessGroup() if first_rank_saves else current_group(purpose) for _ in range(config.in_flight - 1)
         ]
         self._saves = self._group.rank == 0 or not first_rank_saves
-        packer = Packer(  # before any tier is opened: it refuses wrong arguments
+        # Before any tier is opened: it refuses wrong arguments, and `time_write` is called later.
+        packer = Packer(
             run,
             self._save_groups[0].rank,
             self._save_groups[0].world_size,
@@ -179,7 +175,7 @@ class Checkpointer:
         """Optimizer steps done in the whole run: `step` counts, `restore` sets."""
 
     def _new_app_state(self, replicated: bool) -> AppState:
-        """Returns what is saved: the attached objects. `StateDictCheckpointer` saves another state."""
+        # Overridden by `StateDictCheckpointer`, whose state is passed at each save.
         return AppState(replicated)
 
     @property
@@ -269,13 +265,14 @@ class Checkpointer:
         self._saved_step = self.step_count
         self._losses.begun(handle, self._saver.num_bytes)
         self._schedule.saved(self.step_count, self._saver.pace)
-        if not self.should_stop:  # with a preemption notice there is no time to wait
+        # With a preemption notice there is no time to wait.
+        if not self.should_stop:
             self._wait_policy.after_save()
         return handle
 
     @property
     def _has_news(self) -> bool:
-        """Whether steps would be lost at the end, though a schedule is to save them and some tier would keep them."""
+        # Steps that would be lost at the end, though a schedule is to save them and some tier would keep them.
         outlives = self._tiers.storage is not None or self._tiers.memory is not None
         is_left_to_schedule = self._config.every != "never" and not self.should_stop
         return outlives and is_left_to_schedule and self.step_count != self._saved_step
@@ -461,7 +458,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Saves the last steps and closes; after an exception, leaves the buffers for the process that restarts."""
+        """Saves the last steps and closes."""
+        # After an exception the buffers stay: the process that restarts on this machine reads them.
         is_unfinished = error is not None
         try:
             if self._deadline is not None and isinstance(error, Exception):
@@ -479,12 +477,12 @@ class Checkpointer:
 
 
 def group_of(checkpointer: Checkpointer) -> RankGroup:
-    """Returns the ranks that save and restore together; for interfaces that are built on a checkpointer."""
+    """Returns the ranks, for interfaces that are built on a checkpointer."""
     return checkpointer._group
 
 
 def tiers_of(checkpointer: Checkpointer) -> Tiers:
-    """Returns the tiers of this run's snapshots; for interfaces that are built on a checkpointer."""
+    """Returns the tiers, for interfaces that are built on a checkpointer."""
     return checkpointer._tiers
 
 
@@ -548,7 +546,6 @@ def load_weights(
 
 
 def _state_of(handle: SaveHandle) -> str:
-    """Returns how far a save has come, in a few words."""
     if handle.committed.done():
         failure = handle.committed.exception()
         return f"failed: {failure}" if failure is not None else f"in {handle.committed.result().tier.name}"

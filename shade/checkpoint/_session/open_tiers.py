@@ -1,8 +1,7 @@
 """The tiers of one run, as one rank has them: opened, checked, locked, served by a flusher, and closed.
 
 The shared-memory tier always exists. A store adds cluster memory, a path adds storage; with both, a flusher process
-moves snapshots from memory to storage, and this process writes to storage only what memory refused. Rank 0 alone holds
-the run lock, starts the flusher where none serves the run, and removes old snapshots from storage where none does.
+moves snapshots from memory to storage, and this process writes to storage only what memory refused.
 """
 
 from __future__ import annotations
@@ -59,10 +58,8 @@ class Tiers:
         self.reader = Reader([tier for tier in (shared_memory, memory, storage) if tier is not None])
 
     def time_write(self, num_bytes: int) -> float:
-        """Measures a write of so many bytes to the tier that saves go to first, in seconds; leaves nothing behind.
-
-        Returns 0 where saves stay in shared memory; raises the tier's error if it cannot be written.
-        """
+        """Returns the seconds that a write of so many bytes takes to the tier that saves go to first; 0 where they stay
+        in shared memory. Raises the tier's error if it cannot be written."""
         if self.memory is not None:
             try:
                 return self.memory.time_write(num_bytes)
@@ -85,7 +82,7 @@ class Tiers:
                 logger.warning("old snapshots stay in storage: %s", error)
 
     def _pending(self) -> Sequence[Commit]:
-        """Returns the records in cluster memory: a flusher may be moving one that builds on a snapshot in storage."""
+        # A flusher may be moving one of these, which builds on a snapshot in storage.
         if self.memory is None:
             return ()
         records = [*self.memory.held().values()]
@@ -107,10 +104,7 @@ class Tiers:
             return False
 
     def wait_durable(self, result: CommitResult, step: int, timeout_seconds: float | None) -> None:
-        """Returns when a save of that step is in storage; a CheckpointError if it is late, or if memory has lost it.
-
-        None as timeout waits as long as it takes.
-        """
+        """Returns when a save of that step is in storage; a CheckpointError if it is late (None: never), or lost."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self.is_durable(result):
             if self._is_lost(result):
@@ -128,12 +122,12 @@ class Tiers:
             time.sleep(POLL_SECONDS)
 
     def _is_lost(self, result: CommitResult) -> bool:
-        """Whether memory answers, has lost the save, and storage does not have it either."""
         assert self.memory is not None
         try:
             newest = max((record.sequence for record in self.memory.held().values()), default=-1)
         except StoreError:
             return False
+        # Storage after memory: the flusher may have moved the save between the caller's look and this one.
         return newest < result.sequence and not self.is_durable(result)
 
     def close(self, *, keep_buffers: bool) -> None:
@@ -203,7 +197,8 @@ def open_tiers(
             if store is not None and store_url is not None and persist_to is not None:
                 _ensure_flusher(store, store_url, os.fspath(persist_to), run, keep)
             elif storage is not None:
-                storage.tidy(is_only_writer=True)  # this process holds the run lock, in this storage
+                # This process holds the run lock, in this storage.
+                storage.tidy(is_only_writer=True)
             sweep_logs()
         opened = Tiers(
             shared_memory,
@@ -215,6 +210,7 @@ def open_tiers(
             resources=resources,
             locations=[str(each.url) for each in (store, volume) if each is not None],
         )
+    # Raised after the gather: the other ranks wait in it for this rank's outcome.
     except ShadeError as error:
         failure = error
     gathered = group.gather(None if failure is None else str(failure))
@@ -250,7 +246,6 @@ def open_to_read(
 
 
 def _volume(url: str | os.PathLike[str]) -> Volume:
-    """Opens storage, and checks that it can be written."""
     volume = open_volume(url)
     try:
         volume.ping()
@@ -262,7 +257,6 @@ def _volume(url: str | os.PathLike[str]) -> Volume:
 
 
 def _store(url: str, resources: contextlib.ExitStack) -> Store:
-    """Opens a store, and checks that it answers and that other processes share it."""
     store = resources.enter_context(open_store(url, timeout_seconds=STORE_TIMEOUT_SECONDS))
     try:
         store.ping()
@@ -276,7 +270,6 @@ def _store(url: str, resources: contextlib.ExitStack) -> Store:
 
 
 def _lock_run(run: str, store: Store | None, volume: Volume | None, resources: contextlib.ExitStack) -> RunLock | None:
-    """Takes the run lock for this process, and marks the run as begun."""
     lockable = store if store is not None else volume
     run_lock = None if lockable is None else resources.enter_context(RunLock(lockable, run))
     if store is not None:
@@ -286,12 +279,12 @@ def _lock_run(run: str, store: Store | None, volume: Volume | None, resources: c
 
 
 def _end(store: Store, run: str) -> None:
-    with contextlib.suppress(StoreError):  # the flusher finds out by itself, later
+    # Without the mark the flusher finds out by itself, later.
+    with contextlib.suppress(StoreError):
         mark_ended(store, run)
 
 
 def _ensure_flusher(store: Store, store_url: str, persist_to: str, run: str, keep: str) -> None:
-    """Starts a flusher on this machine if none serves the run yet."""
     if not is_served(store, run):
         process_id = start_flusher(store_url, persist_to, run, keep)
         logger.info("started a flusher for run %s: process %d, log in %s", run, process_id, flusher_log(run))

@@ -1,10 +1,8 @@
 """Asymmetric: each window of the next pass copies as many bytes as its length allows.
 
-Every window releases its partition of the state, and the threads copy only what has been released; the last
-partition is released a little before the pass ends, to leave time for the check. What has been copied is written
-meanwhile, in batches of the length that finishes first. Where the training uses all cores, all partitions are empty:
-the training waits while every thread copies and hashes. Invariant: the buffer holds the state of one step, or the
-snapshot is refused.
+Every window releases its partition of the state, and the threads copy only what has been released. What has been
+copied is written meanwhile. Where the training uses all cores, it waits while every thread copies and hashes.
+Invariant: the buffer holds the state of one step, or the snapshot is refused.
 
 AsymCheck (DAC 2026, §3). Where we differ: partitions are byte ranges of the shard as it will be stored; windows and
 idle cores are measured all the time. `benchmarks/strategy_ablations.py` measures its modules. Decisions 0020 and 0027.
@@ -73,7 +71,8 @@ class Asymmetric(Pooled):
     def begin(self, copying: Copying) -> Future[None]:
         snapshot = super().begin(copying)
         if self._stands_still():
-            wait(self._copied)  # the check runs in the background
+            # The parts only: the check runs in the background.
+            wait(self._copied)
         return snapshot
 
     @override
@@ -88,7 +87,6 @@ class Asymmetric(Pooled):
         return [partial(self._copy, copying, num_threads)] * num_threads
 
     def _stands_still(self) -> bool:
-        """Whether the training waits for the copy, because it leaves no core idle."""
         return self._windows.cores_left() == 0
 
     def _shares(self, windows: Sequence[float]) -> list[float]:
@@ -132,6 +130,7 @@ class Asymmetric(Pooled):
         moved = 1
         while moved:
             with self._turn:
+                # No window has begun for long: the training does something else, and none may come before `wait`.
                 if not self._turn.wait_for(self._may_copy, self._patience_seconds):
                     self._all = True
                     self._turn.notify_all()
@@ -140,7 +139,8 @@ class Asymmetric(Pooled):
                 self._taken += share
             moved = copying.advance(share)
             with self._turn:
-                self._taken += moved - share  # an undivided tensor moves more than its share
+                # An undivided tensor moves more than its share.
+                self._taken += moved - share
 
     def _may_copy(self) -> bool:
         """Whether enough bytes are released for a share, or no more releases will come."""

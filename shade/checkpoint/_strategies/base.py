@@ -1,10 +1,8 @@
 """Defines a strategy: when a snapshot's bytes are copied, and which config it proposes.
 
 A strategy gets the tensors as a `Copying` and decides when each is copied. `Strategy.wait` is its only promise. The
-published ways of checkpointing differ mostly in plain values: how often they save, how many saves are in flight,
-whether chunks leave while others are copied, what the training waits for. These values are the `StrategyConfig`, which
-the rest of the package honours for all strategies alike. The content of a snapshot, its location, its commit and its
-restore are the same for all.
+published ways of checkpointing differ mostly in plain values: these are the `StrategyConfig`. The content of a
+snapshot, its location, its commit and its restore are the same for all.
 """
 
 from __future__ import annotations
@@ -77,7 +75,8 @@ class StrategyConfig:
         """
         chosen = self.codec if codec is None else codec
         wanted = self.in_flight if in_flight is None else in_flight
-        if is_delta(chosen):  # a difference needs a committed base
+        # A difference needs a committed base, so the save before must be done.
+        if is_delta(chosen):
             if in_flight is not None and in_flight > 1:
                 raise ConfigError.of(f"one save in flight with codec {chosen!r}", in_flight, "leave in_flight out")
             wanted = 1

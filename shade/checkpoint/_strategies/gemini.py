@@ -1,9 +1,8 @@
 """Gemini: copies every snapshot into the memory of peers, and sends it in the network's idle gaps.
 
 Here the peers' memory is the cluster's: each chunk lies on one server and on `replicas` others of its group
-(`_tiers.slot_table`). Shared memory holds two snapshots, and storage stands behind all. A gap begins where an optimizer
-steps, and ends where the backward pass begins; `Gaps` keeps the median length of the last ones, and a chunk passes if
-the rest of the gap is long enough for it. The interval is ``profiled``, as in the paper.
+(`_tiers.slot_table`). A gap begins where an optimizer steps, and ends where the backward pass begins; a chunk passes if
+the rest of the gap, by the median of the last ones, is long enough for it.
 
 Wang et al., SOSP 2023. The paper sends through NCCL between GPU buffers, we send through sockets from shared memory.
 Under FSDP the forward pass uses the network too, which `Gaps` does not know.
@@ -84,6 +83,7 @@ class Gaps:
     def wait(self, num_bytes: int) -> None:
         """Waits until `num_bytes` may be sent."""
         with self._turn:
+            # A chunk waits for two steps at most: a network that is never idle must not keep a snapshot back.
             patience = _PATIENT_STEPS * statistics.median(self._step_seconds) if self._step_seconds else 0.0
             until = time.monotonic() + patience
             while not (self._closed or self._fits(num_bytes)):

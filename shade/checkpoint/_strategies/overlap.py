@@ -1,9 +1,8 @@
 """Overlap: a thread copies during the next forward and backward pass; the optimizer's step waits for the rest.
 
-Parameters and optimizer state change in the optimizer's step only, so a thread can copy them between two steps. All
-else (batch-norm statistics, generators, a sampler's cursor) is small, and is copied at once. `ThreadedCopy` does that,
-and published methods derive from it. Where the training keeps every core busy and the state lies on the host, `overlap`
-copies at once, as `copy` does (decision 0048). The idea is DataStates-LLM's (Maurya et al., HPDC 2024) and ACUTE's.
+Parameters and optimizer state change in the optimizer's step only, so a thread can copy them between two steps; all
+else is copied at once. `ThreadedCopy` does that, and published methods derive from it. Decision 0048 has the exception
+of `overlap`. The idea is DataStates-LLM's (Maurya et al., HPDC 2024) and ACUTE's.
 """
 
 from __future__ import annotations
@@ -74,7 +73,8 @@ class ThreadedCopy(Strategy):
                 done.set_result(None)
             except BaseException as error:  # noqa: BLE001 - `wait` raises it
                 done.set_exception(error)
-            del order, copying, done  # frees the copy on the device
+            # Frees the copy on the device, which these would keep until the next save.
+            del order, copying, done
 
     @override
     def wait(self) -> None:
@@ -108,7 +108,8 @@ class Overlap(ThreadedCopy):
 
     @override
     def begin(self, copying: Copying) -> Future[None]:
-        self._cores.drop()  # a training that waits for room, or for this copy, leaves its cores idle
+        # A training that waits for room, or for this copy, leaves its cores idle.
+        self._cores.drop()
         # Beside a training that keeps every core busy, the thread takes time from operations of several threads, which
         # end with their slowest: the copy would cost more than it does at once. On a device a copy takes no core.
         if self._cores.number() == 0 and not copying.is_of_devices:

@@ -1,9 +1,8 @@
 """Measures the windows of a training step, and divides a snapshot among them.
 
 A window begins where a module's forward pass begins, and where the gradient of its output arrives, which is where its
-backward pass begins. Windows are measured all the time, in steps without a copy: a plan uses the median of the last
-few. Modules without children get the hooks, since they do nearly all the work. Two calls a module and step, some
-microseconds each. What hooks modules is no default (decision 0048).
+backward pass begins. Windows are measured all the time, in steps without a copy. What hooks modules is no default
+(decision 0048).
 
 `partition` divides a state of R bytes (AsymCheck, DAC 2026): t_i seconds get r_i = R · t_i / (ΣT_f + ΣT_b) bytes.
 Invariant: the partitions add up to R.
@@ -28,9 +27,6 @@ from shade.checkpoint._strategies.overlap import PROFILED_STEPS, CoresLeft
 class ModuleHook:
     """A forward hook that stays with its module: a copy of the module, pickled or not, gets one that does nothing.
 
-    The hook of a copy is a method of the standard library, so a pickled module can be loaded where shade is not
-    installed.
-
     Args:
         action: Takes what PyTorch passes to the hook.
     """
@@ -44,7 +40,9 @@ class ModuleHook:
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments and returns None
+        # Takes any arguments and returns None; a method of the standard library, so that a pickled module can be loaded
+        # where shade is not installed.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Windows:
@@ -71,6 +69,7 @@ class Windows:
         """Hooks the innermost modules, each once, and the optimizers, whose step ends a pass and begins the next."""
         for module in modules:
             for inner in module.modules():
+                # Modules without children do nearly all the work.
                 if not any(True for _ in inner.children()) and id(inner) not in self._hooked:
                     self._hooked.add(id(inner))
                     self._hooks.append(inner.register_forward_pre_hook(ModuleHook(lambda *_: self._forward())))
@@ -139,7 +138,8 @@ class Windows:
 
     def _arrive(self) -> None:
         if not self._marks:
-            self._cores.begin()  # waits before the first mark lie outside all windows
+            # Waits before the first mark lie outside all windows.
+            self._cores.begin()
         self._marks.append(self._mark())
         if self.is_watched:
             self._is_spoilt = True

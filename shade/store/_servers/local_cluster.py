@@ -1,8 +1,7 @@
 """Starts Redis nodes on loopback ports and forms a cluster of them.
 
-Each node starts alone. The primaries take equal shares of the slots; all meet the first; replicas follow their primary.
-Then every node must agree: ``cluster_state:ok``, and all nodes seen. That takes two seconds, most of them Redis' own
-pause before a fresh primary accepts writes. The settings are those for a cache (reasons in redis.conf).
+Each node starts alone. That all agree takes two seconds, most of them Redis' own pause before a fresh primary accepts
+writes. The settings are those for a cache (reasons in redis.conf).
 """
 
 from __future__ import annotations
@@ -66,14 +65,16 @@ def node_settings(folder: Path, port: int, password: str | None) -> dict[str, st
         "port": str(port),
         "cluster-enabled": "yes",
         "cluster-config-file": quoted(str(folder / f"nodes-{port}.conf")),
-        "dbfilename": f"dump-{port}.rdb",  # a replica's copy passes through it: two in one folder must not share it
+        # A replica's copy passes through it: two in one folder must not share it.
+        "dbfilename": f"dump-{port}.rdb",
         "cluster-node-timeout": str(_NODE_TIMEOUT_MILLISECONDS),
         "cluster-require-full-coverage": "no",
         "cluster-replica-validity-factor": "0",
         "cluster-allow-reads-when-down": "yes",
         "repl-diskless-sync": "yes",
         "repl-diskless-sync-delay": "0",
-        "repl-ping-replica-period": "1",  # Redis 7 hides a replica from clients until the first of these has reached it
+        # Redis 7 hides a replica from clients until the first of these has reached it.
+        "repl-ping-replica-period": "1",
         "masterauth": quoted(password),
     }
 
@@ -134,7 +135,6 @@ def promote_replicas(living: Sequence[Endpoint], dead: Set[Address]) -> None:
 
 
 def _heirs_by_node(living: Sequence[Endpoint], dead: Set[Address]) -> Iterator[list[Address]]:
-    """Yields the heirs by the view of each node that answers."""
     for node in living:
         with contextlib.suppress(StoreUnavailableError):
             yield _heirs(read_members(node), dead)

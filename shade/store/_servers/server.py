@@ -247,7 +247,8 @@ class LocalServer:
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None and watchdog.stdin is not None:
             watchdog.stdin.close()
-            watchdog.returncode = 0  # not ours to wait for
+            # Not ours to wait for: it is the parent's child.
+            watchdog.returncode = 0
 
 
 def _let_go_of_all() -> None:

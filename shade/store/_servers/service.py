@@ -275,14 +275,11 @@ def status(directory: Path) -> tuple[StoreURL, list[ServerStatus]]:
 
 def down(directory: Path) -> int:
     """Ends the servers that `up` started in a directory, and forgets them; returns how many were still running. Raises
-    ConfigError if none are recorded there.
-
-    They are killed: asked to shut down, Redis 7 waits up to 10 s for replicas that are ending too, and a cache has
-    nothing to save.
-    """
+    ConfigError if none are recorded there."""
     _, records = _read(directory)
     ours = [record for record in records if _is_ours(record)]
     for record in ours:
+        # Asked to shut down, Redis 7 waits up to 10 s for replicas that are ending too; a cache has nothing to save.
         os.kill(record.process_id, signal.SIGKILL)
     while any(map(_is_ours, ours)):
         time.sleep(_POLL_SECONDS)

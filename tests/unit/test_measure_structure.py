@@ -151,15 +151,15 @@ def test_markdown_has_both_columns(script: Any, root: Path, capsys: pytest.Captu
 
 
 MOST = {
-    "lines": 57_760,
+    "lines": 57_710,
     "private doors": 0,
     "class names in two or more modules": 0,
     "docstrings 'See `X`'": 0,
     "dialect words": 10,
     "import cycles": 0,
     "dead names": 0,
-    "docstring lines": 10_630,
-    "docstrings over 20 lines": 14,
+    "docstring lines": 10_480,
+    "docstrings over 20 lines": 13,
     "unit tests named after nothing": 1,
 }
 """Figures of this package that may shrink and must not grow; lower one when the code has got better."""

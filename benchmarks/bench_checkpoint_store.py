@@ -49,9 +49,8 @@ import redis
 from measures import commit
 from redis.connection import PythonRespSerializer
 
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Manifest, TensorEntry
+from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._tiers.erasure import ErasureCode
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.tier import Shard

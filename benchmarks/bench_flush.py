@@ -38,9 +38,8 @@ from measures import publish
 
 from shade.checkpoint._flush import flusher as flushing
 from shade.checkpoint._flush.flusher import FetchPace, Flusher
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Manifest, TensorEntry
+from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier

@@ -19,8 +19,7 @@ from shade.checkpoint._commit import protocol
 from shade.checkpoint._flush import flusher
 from shade.checkpoint._flush.flusher import Flusher
 from shade.checkpoint._format import retention
-from shade.checkpoint._format.commit_record import Commit
-from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._restore import reader
 from shade.checkpoint._restore.reader import Reader, Snapshot
 from shade.checkpoint._tiers.storage import StorageTier

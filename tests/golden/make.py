@@ -28,9 +28,8 @@ from shade.checkpoint._capture.flatten import flatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._codecs.base import CODECS, Piece, Span, standalone_codec
 from shade.checkpoint._codecs.delta import Delta
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import ChunkEntry, Manifest, TensorEntry
+from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._interchange.export import save_state
 from shade.checkpoint._tiers.erasure import ErasureCode
 from shade.checkpoint._tiers.slot_table import SlotLayout, SlotTable

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import RunConfig
 from shade.errors import ConfigError

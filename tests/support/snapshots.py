@@ -6,9 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import ChunkEntry, Manifest, TensorEntry
+from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.types import Bytes
 

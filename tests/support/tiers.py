@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import ChunkEntry, Manifest, TensorEntry
+from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.types import Bytes
 

@@ -29,8 +29,7 @@ from typing_extensions import override
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
 from shade.checkpoint._codecs.base import standalone_codec
-from shade.checkpoint._format.commit_record import Commit
-from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, RunInUseError, StorageError, StorageFullError
 from shade.process import register_file_memory, replacing, unregister_file_memory

@@ -120,6 +120,11 @@ def standalone_codec(name: str) -> Standalone:
     return codec
 
 
+def is_delta(name: str) -> bool:
+    """Returns whether snapshots with that codec build on others."""
+    return not issubclass(CODECS.get(name), Standalone)
+
+
 def check_length(content: Bytes, num_bytes: int) -> Bytes:
     """Returns a chunk if it has ``num_bytes`` bytes, or raises CorruptCheckpointError."""
     if len(content) != num_bytes:

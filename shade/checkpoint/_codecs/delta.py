@@ -62,11 +62,6 @@ class Delta(Codec, ABC):
         """
 
 
-def is_delta(name: str) -> bool:
-    """Returns whether snapshots with that codec build on others."""
-    return issubclass(CODECS.get(name), Delta)
-
-
 def memory_slots(name: str, slots: int, keyframe_every: int) -> int:
     """Returns the number of slots that cluster memory needs for ``slots`` complete snapshots, ≥ 2, and their bases,
     with ``keyframe_every`` saves from one keyframe to the next. An empty slot costs no memory."""

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from shade.checkpoint._format.commit_record import Commit
-from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._tiers.tier import Shard, Tier

@@ -24,8 +24,7 @@ from typing import Final
 
 from shade.checkpoint._commit.protocol import check_base, retire
 from shade.checkpoint._flush.progress import Progress
-from shade.checkpoint._format.commit_record import Commit
-from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._format.retention import Keep, lineage
 from shade.checkpoint._pacing.batching import best_batch_bytes
 from shade.checkpoint._pacing.prefetch import Prefetch

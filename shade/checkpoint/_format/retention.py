@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.errors import ConfigError
 
 DEFAULT: Final = "last=2"

@@ -34,7 +34,7 @@ from torch.futures import Future
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
 from shade.checkpoint._codecs.base import standalone_codec
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, shard_content, tensor_key, to_plain
 from shade.checkpoint._save.async_writer import CommitResult

@@ -38,9 +38,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shade.checkpoint._capture.flatten import ARRAYS, flatten, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Manifest
+from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError

@@ -19,9 +19,8 @@ from typing import Final
 
 from shade.checkpoint._codecs.base import CODECS, Codec, Piece, Standalone, standalone_codec
 from shade.checkpoint._codecs.delta import Delta
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CorruptCheckpointError, StorageError, StoreError
 from shade.types import Bytes

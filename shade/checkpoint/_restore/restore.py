@@ -23,9 +23,8 @@ import torch
 from shade.checkpoint._buffer.copy_and_compare import copy_bytes
 from shade.checkpoint._capture.app_state import AppState, check_module, plain_name, renamed, unwrapped
 from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import Bound, Manifest, TensorEntry
+from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
 from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, ShardDecoder, Snapshot, SnapshotSource
 from shade.errors import CheckpointError, CorruptCheckpointError, StateMismatchError, StorageError, StoreError
 from shade.rank_group import RankGroup, SingleProcessGroup

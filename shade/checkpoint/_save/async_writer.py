@@ -28,8 +28,7 @@ import torch
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.stream_hash import StreamHash
 from shade.checkpoint._commit.protocol import agree, announce, commit, discard, prepare, put, store
-from shade.checkpoint._format.commit_record import Commit
-from shade.checkpoint._format.manifest import ChunkEntry, Manifest, TensorEntry
+from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._pacing.batching import Batching
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._save.packing import PackedShard, Packer

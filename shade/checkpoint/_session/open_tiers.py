@@ -16,7 +16,7 @@ from shade.checkpoint._buffer.shared_memory_folder import check_run_name, flushe
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._commit.protocol import retire
 from shade.checkpoint._flush.service import is_served, mark_ended, mark_started, start_flusher
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._save.async_writer import CommitResult

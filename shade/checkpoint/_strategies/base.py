@@ -16,8 +16,7 @@ from typing import ClassVar, Literal
 import torch
 
 from shade.checkpoint._buffer.tensor_copy import Copying
-from shade.checkpoint._codecs.base import CODECS
-from shade.checkpoint._codecs.delta import is_delta
+from shade.checkpoint._codecs.base import CODECS, is_delta
 from shade.errors import ConfigError, TornSnapshotError
 from shade.registry import Registry
 

@@ -26,9 +26,8 @@ from typing import ClassVar, TypeVar
 import numpy as np
 from typing_extensions import override
 
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import CHUNK_BYTES, Manifest
+from shade.checkpoint._format.manifest import CHUNK_BYTES, Commit, Manifest
 from shade.checkpoint._tiers.capacity import check_capacity, spare_bytes
 from shade.checkpoint._tiers.erasure import ErasureCode, Stripe, parity_of
 from shade.checkpoint._tiers.slot_choice import SlotChoice

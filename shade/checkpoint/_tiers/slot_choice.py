@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._tiers.slot_table import (
     Slot,
     SlotRecords,

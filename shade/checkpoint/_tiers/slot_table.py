@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 from urllib.parse import quote
 
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
+from shade.checkpoint._format.manifest import Commit
 from shade.errors import ConfigError, CorruptCheckpointError, StoreUnavailableError
 from shade.store.base import Store
 from shade.store.keys import placement_tags

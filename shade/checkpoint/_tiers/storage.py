@@ -19,9 +19,8 @@ from typing import ClassVar, Final
 import numpy as np
 from typing_extensions import override
 
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import Manifest, safetensors_header
+from shade.checkpoint._format.manifest import Commit, Manifest, safetensors_header
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageFullError
 from shade.storage.base import Volume

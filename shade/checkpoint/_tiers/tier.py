@@ -19,8 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from shade.checkpoint._format.commit_record import Commit
-from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.types import Bytes
 
 

@@ -200,7 +200,6 @@ class Shards(Dataset[Any]):
         Raises:
             ConfigError: The machine has no room for the window.
         """
-        # Of a sampler before.
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -208,7 +207,6 @@ class Shards(Dataset[Any]):
             self._window.close()
             self._window = None
         if not is_url(self._index.entries[0].url) and self._format.opened(self._index.entries[0].url) is not None:
-            # It is mapped into memory.
             return
         num_bytes = sum(entry.num_bytes for entry in self._index.entries)
         ahead = ReadAhead(
@@ -379,7 +377,6 @@ class Shards(Dataset[Any]):
             probes = sorted({int(at) for at in np.linspace(0, len(self) - 1, min(_PROBES, len(self)))})
             payload_at = self.read_near(probes)
             piece_of = {self._index.place_of(probe)[:2]: probe for probe in probes if probe not in payload_at}
-            # Without their blocks.
             for piece, (payload,) in self._pieces.read(dict.fromkeys(piece_of), count):
                 payload_at[piece_of[piece]] = payload
             payload_P = _lengths([payload_at[probe] for probe in probes])

@@ -10,9 +10,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import ChunkEntry, Manifest, TensorEntry
+from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 
 CHUNK_BYTES = 700
 _SHARD_BYTES = 1500

@@ -11,8 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from shade.checkpoint._format.commit_record import Commit
-from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.types import Bytes
 from tests.simulation.torture.ledger import Ledger

@@ -8,7 +8,7 @@ import pytest
 
 from shade.checkpoint._commit.protocol import agree, check_base, store
 from shade.checkpoint._flush.flusher import Flusher
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StoreUnavailableError
 from shade.rank_group import SingleProcessGroup

@@ -17,9 +17,8 @@ from shade.checkpoint._capture.flatten import _MAKERS, FACTORIES, VIEWED, flatte
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._codecs.base import CODECS, standalone_codec
 from shade.checkpoint._commit.protocol import agree, store
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import ITEM_BYTES, VERSION, ChunkEntry, Manifest
+from shade.checkpoint._format.manifest import ITEM_BYTES, VERSION, ChunkEntry, Commit, Manifest
 from shade.checkpoint._save import packing
 from shade.checkpoint._save.packing import Packer
 from shade.checkpoint._tiers.storage import StorageTier

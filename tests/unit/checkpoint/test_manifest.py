@@ -15,9 +15,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shade.checkpoint._format.commit_record import Commit
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import Bound, ChunkEntry, Manifest, TensorEntry
+from shade.checkpoint._format.manifest import Bound, ChunkEntry, Commit, Manifest, TensorEntry
 from shade.errors import CheckpointError, CorruptCheckpointError
 from tests.support.mutation import mutants
 

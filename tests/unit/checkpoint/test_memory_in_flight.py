@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.errors import StoreFullError
 from shade.store import Store, open_store

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 
 from shade.checkpoint._commit.protocol import agree, store
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._pacing.schedule import Pace
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CheckpointError, StorageError

@@ -11,7 +11,7 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._codecs.exact import XorZstandard
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._restore.reader import Reader, ShardDecoder, Snapshot, check_decodable
 from shade.checkpoint._restore.restore import read_newest
 from shade.checkpoint._tiers.tier import Shard, Tier

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import DEFAULT, Keep, lineage
 from shade.errors import ConfigError
 

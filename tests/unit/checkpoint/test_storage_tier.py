@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint._format.commit_record import Commit
-from shade.checkpoint._format.manifest import ALIGNMENT, Manifest, TensorEntry, safetensors_header
+from shade.checkpoint._format.manifest import ALIGNMENT, Commit, Manifest, TensorEntry, safetensors_header
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageFullError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
-from shade.checkpoint._format.commit_record import Commit
+from shade.checkpoint._format.manifest import Commit
 from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.launch.run import Workspace

@@ -174,5 +174,6 @@ def test_this_package_gets_no_worse(script: Any) -> None:
 @pytest.mark.multiprocess
 def test_a_save_and_a_restore_pass_through_few_files(script: Any) -> None:
     files = script.trace(SCRIPT.parent.parent)
-    assert len(files["save"]) <= 24
+    # A heartbeat of the run lock falls into some saves.
+    assert len([name for name in files["save"] if not name.endswith("run_lock.py")]) <= 24
     assert len(files["restore"]) <= 16

@@ -44,7 +44,7 @@ a process is noticed at once; this is for a machine that loses its power or its 
 
 
 class _EpochState:
-    """What a snapshot says of the present epoch, besides what the sampler knows."""
+    """State of the present epoch that a snapshot holds besides the sampler's."""
 
     def __init__(self) -> None:
         self.epoch_ended = False

@@ -1,7 +1,9 @@
 """Defines the manifest and the commit record: what a snapshot consists of, and what makes it exist.
 
 A snapshot of W ranks is W shards, each cut into chunks of equal length that are hashed as they are stored. The shard's
-*manifest* lists tensors and chunks. It is JSON (docs/format.md). A version 2 snapshot may build on another, its *base*.
+*manifest* lists tensors and chunks. The *commit record* lists the digests of the manifests, is written last and is the
+same in every tier: a snapshot whose record is missing or does not match does not exist. Both are JSON (docs/format.md).
+A version 2 snapshot may build on another, its *base*.
 
 Parsing checks every type and range, and that the bytes are the canonical ones. Invariant: bytes that pass
 `Manifest.parse(…, digest)` with a digest from a parsed `Commit` are the bytes that the rank wrote, or 128 bits of xxh3
@@ -19,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, Final
 
 from shade.checkpoint._format.digest import (
     as_count,
@@ -55,10 +57,10 @@ EXACT_CODECS: Final = frozenset({"none", "zstd", "dedup", "xor-zstd"})
 """Codecs that are exact; data of any other needs bounds."""
 ALIGNMENT: Final = 4096
 _HEADER_LENGTH: Final = struct.Struct("<Q")
-MAX_RANKS: Final = 2**20
+_MAX_RANKS: Final = 2**20
 _MAX_CHUNK_BYTES: Final = 2**30
 _MAX_DIMENSIONS: Final = 64
-RUN: Final = re.compile(r"(?!\.{1,2}\Z)[^\x00-\x1f\x7f/\\]{1,128}")
+_RUN: Final = re.compile(r"(?!\.{1,2}\Z)[^\x00-\x1f\x7f/\\]{1,128}")
 _CODEC: Final = re.compile(r"[a-z0-9_-]{1,32}")
 
 
@@ -104,24 +106,10 @@ class Bound:
     """2-norm of the difference over the 2-norm of the tensor."""
 
 
-class Record(Protocol):
-    """A manifest or a commit record, as a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    NEWER: ClassVar[frozenset[str]]
-    """Members that version 1 does not have."""
-
-    @property
-    def version(self) -> int:
-        """Returns the version of the format."""
-        ...
-
-
 @dataclass(frozen=True)
 class Manifest:
     """One rank's shard."""
 
-    NEWER: ClassVar[frozenset[str]] = frozenset({"bounds"})
     run: str
     """The run id."""
     step: int
@@ -204,7 +192,7 @@ class Manifest:
 
     @cached_property
     def _content(self) -> bytes:
-        return canonical({"format": FORMAT, **fields_of(self)}, default=_members)
+        return canonical({"format": FORMAT, **_fields(self)}, default=_members)
 
     def to_bytes(self) -> bytes:
         """Returns canonical JSON: equal manifests give equal bytes."""
@@ -223,7 +211,7 @@ class Manifest:
         """
         if digest_of(content) != digest:
             raise CorruptCheckpointError(f"a manifest of {len(content)} bytes is not the one that was committed")
-        fields = parsed_fields(content, cls)
+        fields = _parse(content, cls)
         is_version_2 = fields["version"] == 2
         tensors = as_object(fields["tensors"], "tensors")
         entries = [(name, _tensor(name, entry)) for name, entry in tensors.items()]
@@ -239,9 +227,9 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        expect(self.run, type(self.run) is str and RUN.fullmatch(self.run), "run")
+        expect(self.run, type(self.run) is str and _RUN.fullmatch(self.run), "run")
         as_count(self.step, "step")
-        as_count(self.world_size, "world_size", 1, MAX_RANKS)
+        as_count(self.world_size, "world_size", 1, _MAX_RANKS)
         as_count(self.rank, "rank", 0, self.world_size - 1)
         expect(self.codec, type(self.codec) is str and _CODEC.fullmatch(self.codec), "codec")
         as_count(self.num_bytes, "num_bytes")
@@ -270,6 +258,63 @@ class Manifest:
                 for name, entry in self.tensors_between(first, first + self.data_length(number)):
                     is_bounded = name in self.bounds or not entry.may_be_lossy
                     expect(name, is_bounded, f"chunk {number}, which is not exact: a tensor in it has no bound")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The commit record: it makes a snapshot exist."""
+
+    run: str
+    step: int
+    sequence: int
+    """Counts the saves of a run through all restarts; the record with the higher count is newer."""
+    world_size: int
+    manifests: tuple[str, ...]
+    """Digest of each rank's manifest."""
+    num_bytes: int
+    """Bytes of data of all ranks together."""
+    saved_at: float
+    """Seconds since 1970, when the state was copied."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Values that the caller passed: a validation loss to choose the best by."""
+    base: str | None = None
+    """Version 2: digest of the record of the base; None if the snapshot needs no other."""
+    version: int = 1
+
+    def to_bytes(self) -> bytes:
+        """Returns canonical JSON that contains its own digest; a metric that is not finite is written as null."""
+        metrics = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
+        body = {"format": FORMAT, **_fields(self), "metrics": metrics}
+        return canonical({**body, "digest": digest_of(canonical(body))})
+
+    @property
+    def digest(self) -> str:
+        """Digest of the record: the same in every tier."""
+        return digest_of(self.to_bytes())
+
+    @classmethod
+    def parse(cls, content: Bytes) -> Commit:
+        """Parses and checks a record.
+
+        Raises CorruptCheckpointError if it does not match its own digest, or its version is unknown.
+        """
+        fields = _parse(content, cls, "digest")
+        del fields["digest"]  # check_canonical() compares it
+        fields["manifests"] = tuple(as_digest(each, "manifests") for each in as_list(fields["manifests"], "manifests"))
+        fields["metrics"] = {
+            name: math.nan if value is None else as_number(value, "metrics")
+            for name, value in as_object(fields["metrics"], "metrics").items()
+        }
+        record = cls(**fields)
+        expect(record.run, type(record.run) is str and _RUN.fullmatch(record.run), "run")
+        for name in ("step", "sequence", "num_bytes"):
+            as_count(fields[name], name)
+        as_count(record.world_size, "world_size", 1, _MAX_RANKS)
+        expect(len(record.manifests), len(record.manifests) == record.world_size, "number of manifests")
+        as_number(record.saved_at, "saved_at")
+        expect(record.base, record.base is None or as_digest(record.base, "base"), "base")
+        check_canonical(record.to_bytes, content)
+        return record
 
 
 def safetensors_header(manifest: Manifest) -> bytes:
@@ -302,10 +347,15 @@ def safetensors_header(manifest: Manifest) -> bytes:
     return _HEADER_LENGTH.pack(len(body)) + body
 
 
-def fields_of(record: Record) -> dict[str, Any]:
+_VERSION_2_FIELDS: Final[Mapping[type, frozenset[str]]] = {Manifest: frozenset({"bounds"}), Commit: frozenset({"base"})}
+"""Members that version 1 does not have."""
+
+
+def _fields(record: Manifest | Commit) -> dict[str, Any]:
     """Returns the members of a record in its version."""
     names = {each.name for each in dataclass_fields(record)}
-    return {name: getattr(record, name) for name in names - (record.NEWER if record.version == 1 else set())}
+    names -= _VERSION_2_FIELDS[type(record)] if record.version == 1 else set()
+    return {name: getattr(record, name) for name in names}
 
 
 def _members(entry: Any) -> dict[str, Any]:
@@ -313,7 +363,7 @@ def _members(entry: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(entry).items() if value is not None}
 
 
-def parsed_fields(content: Bytes, kind: type[Record], *others: str) -> dict[str, Any]:
+def _parse(content: Bytes, kind: type, *others: str) -> dict[str, Any]:
     """Returns the unchecked fields of a record of a known version, if they are the expected ones."""
     fields = as_object(parse_json(content), "JSON")
     name, version = fields.pop("format", None), fields.get("version")
@@ -322,7 +372,7 @@ def parsed_fields(content: Bytes, kind: type[Record], *others: str) -> dict[str,
             f"expected {FORMAT} version 1 to {VERSION}, got {(name, version)!r}; use the shade that wrote it"
         )
     expected = {each.name for each in dataclass_fields(kind)} | set(others)
-    expected -= kind.NEWER if version == 1 else set()
+    expected -= _VERSION_2_FIELDS[kind] if version == 1 else set()
     if fields.keys() != expected:
         raise CorruptCheckpointError(f"a record with fields {sorted(fields)} instead of {sorted(expected)}")
     return fields
@@ -364,61 +414,3 @@ def _bound(name: str, found: Any) -> Bound:
     sizes = [as_number(entry[key], f"bound of {name!r}") for key in ("max_abs", "relative")]
     expect(sizes, all(math.isfinite(each) and each >= 0 for each in sizes), f"bound of {name!r}")
     return Bound(*sizes)
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A commit record."""
-
-    NEWER: ClassVar[frozenset[str]] = frozenset({"base"})
-    run: str
-    step: int
-    sequence: int
-    """Counts the saves of a run through all restarts; the record with the higher count is newer."""
-    world_size: int
-    manifests: tuple[str, ...]
-    """Digest of each rank's manifest."""
-    num_bytes: int
-    """Bytes of data of all ranks together."""
-    saved_at: float
-    """Seconds since 1970, when the state was copied."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Values that the caller passed: a validation loss to choose the best by."""
-    base: str | None = None
-    """Version 2: digest of the record of the base; None if the snapshot needs no other."""
-    version: int = 1
-
-    def to_bytes(self) -> bytes:
-        """Returns canonical JSON that contains its own digest; a metric that is not finite is written as null."""
-        metrics = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
-        body = {"format": FORMAT, **fields_of(self), "metrics": metrics}
-        return canonical({**body, "digest": digest_of(canonical(body))})
-
-    @property
-    def digest(self) -> str:
-        """Digest of the record: the same in every tier."""
-        return digest_of(self.to_bytes())
-
-    @classmethod
-    def parse(cls, content: Bytes) -> Commit:
-        """Parses and checks a record.
-
-        Raises CorruptCheckpointError if it does not match its own digest, or its version is unknown.
-        """
-        fields = parsed_fields(content, cls, "digest")
-        del fields["digest"]  # check_canonical() compares it
-        fields["manifests"] = tuple(as_digest(each, "manifests") for each in as_list(fields["manifests"], "manifests"))
-        fields["metrics"] = {
-            name: math.nan if value is None else as_number(value, "metrics")
-            for name, value in as_object(fields["metrics"], "metrics").items()
-        }
-        record = cls(**fields)
-        expect(record.run, type(record.run) is str and RUN.fullmatch(record.run), "run")
-        for name in ("step", "sequence", "num_bytes"):
-            as_count(fields[name], name)
-        as_count(record.world_size, "world_size", 1, MAX_RANKS)
-        expect(len(record.manifests), len(record.manifests) == record.world_size, "number of manifests")
-        as_number(record.saved_at, "saved_at")
-        expect(record.base, record.base is None or as_digest(record.base, "base"), "base")
-        check_canonical(record.to_bytes, content)
-        return record

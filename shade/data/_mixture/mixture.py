@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from shade.data._mixture.packed import PackedDataset
 from shade.data._sampler.place import Pass, Place, SamplerIterator, check_place
+from shade.data._sampler.settings import check_world
 from shade.data._sampler.usage import UsageWarnings
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
@@ -167,10 +167,8 @@ class MixtureSampler(Sampler[PackedSequence]):
             if not is_right:
                 cure = "steps are batch_size × ranks sequences" if "multiple" in expected else f"leave {name} out"
                 raise ConfigError.of(f"{name}: {expected}", self._settings[name], cure)
-        if distributed and dist.get_world_size() != self.num_replicas:
-            raise ConfigError.of(
-                f"num_replicas equal to the world size {dist.get_world_size()}", self.num_replicas, "leave it out"
-            )
+        if distributed:
+            check_world(self.num_replicas)
         if self._settings["adapt"] and self.num_replicas > 1 and not distributed:
             raise ConfigError.of(
                 "torch.distributed to be initialised: ranks merge their losses through it",

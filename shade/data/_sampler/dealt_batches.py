@@ -1,4 +1,4 @@
-"""What one rank was dealt in a pass, by which a report's samples say which step they are of.
+"""Remembers what one rank was dealt in a pass, and finds the step that a report's samples are of.
 
 Legend: K drawn in an epoch · B this rank's part of a global batch.
 """

@@ -1,4 +1,4 @@
-"""Where training is in the stream: the events that move the place, and what they move.
+"""Keeps where training is in the stream: the events that move the place, and what they move.
 
 docs/explanation/place.md has the table that this module follows.
 
@@ -115,6 +115,11 @@ class Pass:
         return not self.is_reported and seen <= 1 and not is_whole
 
     @property
+    def is_uncounted(self) -> bool:
+        """Returns whether nothing says how far the loop has come."""
+        return not (self.is_reported or self.has_ended or self.count is not None)
+
+    @property
     def next_step(self) -> int:
         """Returns the step that is dealt next, where reports can be of no other pass; else the epoch's end."""
         return self.first_step + self.num_dealt if self.is_first and not self.overlaps else self.num_steps
@@ -146,6 +151,11 @@ class Place:
         self._num_passes = self._num_trained = self._num_live = 0
         self._at_resume: Callable[[], None] | None = None
 
+    @property
+    def _present(self) -> Pass | None:
+        """Returns the newest pass if it is of the present epoch."""
+        return self.newest if self.has_begun else None
+
     # ── the place is set ────────────────────────────────────────────────────────────────────────────────────────────
 
     def turn_to(self, epoch: int, first_step: int = 0) -> None:
@@ -165,7 +175,7 @@ class Place:
     def rewind(self) -> None:
         """Sets the place before a pass begins: where the present epoch has trained, its beginning."""
         # A look at one batch leaves the place as it was.
-        if self.newest is not None and self.has_begun and not self.newest.is_look:
+        if self._present is not None and not self._present.is_look:
             self.first_step = 0
         if self.first_step == 0:
             self._at_resume = None
@@ -226,12 +236,13 @@ class Place:
         Raises:
             ConfigError: The samples are of no batch of this pass, or of another one than was handed out.
         """
-        if self.newest is None or not self.has_begun or self.newest.dealt is None or not len(indices):
+        mine = self._present
+        if mine is None or mine.dealt is None or not len(indices):
             return self._reported + 1
         # Two batches show whether ranks are dealt every W-th of their own batches.
-        if self._reported < 2 and not self.newest.overlaps:
-            self.newest.dealt.check_order(indices, self._reported)
-        return self._located(self.newest, self.newest.dealt, indices) if indices.is_cpu else indices
+        if self._reported < 2 and not mine.overlaps:
+            mine.dealt.check_order(indices, self._reported)
+        return self._located(mine, mine.dealt, indices) if indices.is_cpu else indices
 
     def _located(self, mine: Pass, dealt: DealtBatches, indices: torch.Tensor) -> int:
         try:
@@ -247,31 +258,32 @@ class Place:
 
     def reported(self, located: int | torch.Tensor | None = None) -> None:
         """Counts a report: of a batch that `locate` found, or of the next one."""
-        next_one = self._reported + 1
-        if located is None and self.newest is not None and self.has_begun:
+        mine, next_one = self._present, self._reported + 1
+        if located is None and mine is not None:
             # A batch may be reported twice.
-            next_one = min(next_one, self.newest.num_steps)
+            next_one = min(next_one, mine.num_steps)
         self._reported = located if isinstance(located, int) else next_one
         self._unlocated = located if isinstance(located, torch.Tensor) else None
-        if self.newest is not None and self.has_begun:
-            self.newest.is_reported = True
+        if mine is not None:
+            mine.is_reported = True
 
     # ── what is done ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def steps_reported(self) -> int:
         """Returns the steps of the present epoch whose losses were reported, those before a resume included."""
-        if self._unlocated is not None and self.newest is not None and self.newest.dealt is not None:
+        mine = self._present
+        if self._unlocated is not None and mine is not None and mine.dealt is not None:
             indices, self._unlocated = self._unlocated.cpu(), None
-            self._reported = self._located(self.newest, self.newest.dealt, indices)
+            self._reported = self._located(mine, mine.dealt, indices)
         return self._reported
 
     @property
     def steps_done(self) -> int:
         """Returns the steps of the present epoch whose losses were reported; without a report, those whose batches the
         loop has got."""
-        mine = self.newest
-        if mine is None or not self.has_begun or mine.is_reported:
+        mine = self._present
+        if mine is None or mine.is_reported:
             return self.steps_reported
         num_got = mine.num_dealt if mine.count is None and self._counts_all else mine.num_got
         if num_got is None or (mine.is_dropped and mine.is_look and not self._counts_all):
@@ -289,7 +301,7 @@ class Place:
         if self.newest is None or self._num_trained == 0:
             return False
         was_left = self._num_passes == 1 and not self.newest.has_ended and "report" not in self._usage.made
-        return not was_left and not (self.has_begun and self.newest.is_look)
+        return not was_left and (self._present is None or not self._present.is_look)
 
     @property
     def has_pass(self) -> bool:
@@ -304,9 +316,8 @@ class Place:
         asking = getattr(node, "_it", None) if type(node).__module__ == "torchdata.nodes.adapters" else None
         if isinstance(asking, SamplerIterator) and asking.has_begun:
             return asking.place_between_batches()
-        mine = self.newest
-        is_known = mine is None or mine.is_reported or mine.has_ended or mine.count is not None
-        if self.has_begun and not is_known and mine is not None and mine.num_dealt > 1 and not self._counts_all:
+        mine = self._present
+        if mine is not None and mine.is_uncounted and mine.num_dealt > 1 and not self._counts_all:
             self._usage.warn_of_place(self._reported)
         return {"steps_done": self.steps_done}
 
@@ -322,7 +333,7 @@ def check_place(state: dict[str, Any]) -> None:
 
 
 class PlacedSampler(Protocol):
-    """What an iterator knows of its sampler; `ShadeSampler` and `MixtureSampler` are such."""
+    """A sampler as its iterators know it; `ShadeSampler` and `MixtureSampler` are such."""
 
     batch_size: int
     """Batch of one rank. A place is saved with it, so that other ranks can find it."""

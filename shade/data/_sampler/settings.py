@@ -1,4 +1,4 @@
-"""What decides a sampler's stream besides its state: checked when it is made, and again when a run resumes."""
+"""Checks what decides a sampler's stream besides its state, when it is made and again when a run resumes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,21 @@ def check_ranks(num_samples: int, batch_size: int, num_replicas: int, *, distrib
             f"{batch_size} × {num_replicas}",
             "choose a smaller batch size",
         )
-    if num_replicas > 1 and distributed and dist.get_world_size() != num_replicas:
-        raise ConfigError.of(
-            f"num_replicas equal to the world size {dist.get_world_size()}", num_replicas, "leave it out"
-        )
+    if num_replicas > 1 and distributed:
+        check_world(num_replicas)
     if num_replicas > 1 and not distributed and uses_scores:
         raise ConfigError.of(
             "torch.distributed to be initialised: ranks merge their losses through it",
             f"num_replicas={num_replicas}",
             "call torch.distributed.init_process_group('gloo') first, or use mode='uniform'",
         )
+
+
+def check_world(num_replicas: int) -> None:
+    """Raises ConfigError if torch.distributed connects another number of ranks."""
+    world_size = dist.get_world_size()
+    if world_size != num_replicas:
+        raise ConfigError.of(f"num_replicas equal to the world size {world_size}", num_replicas, "leave it out")
 
 
 def check_settings(saved: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -1,0 +1,211 @@
+"""The generator of combined scripts: what a training in company comes to is what plain PyTorch comes to, or a refusal by name.
+
+A script trains in one or two processes that may be ended at a step, and begins again. Afterwards torch alone trains the same
+batches: samples, weights, exit statuses and what is left behind are compared.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import tempfile
+import uuid
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shade.store._servers.server import LocalServer
+from tests.differential.company_data import write
+from tests.differential.company_faults import FAULTS, PLANTED
+from tests.differential.company_processes import Nursery
+from tests.differential.company_script import Script, scripts
+from tests.differential.company_training import Life, steps_of, train_plainly
+from tests.differential.harness import Outcome, Plane, Verdict
+
+STATUSES = {"normal": 0, "exception": 1, "interrupt": -signal.SIGINT, "kill": -signal.SIGKILL}
+
+
+class Differs(Exception):
+    """What a script came to is neither plain PyTorch's nor a refusal."""
+
+
+# ── what the processes do ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def live(folder: Path, rank: int, *, script: str, life: int, run: str, cache: str | None, fault: str) -> None:
+    """One life of a script; it ends as a script ends."""
+    torch.set_num_threads(1)
+    PLANTED[fault]().__enter__() if fault else None
+    Life(eval(script, {"Script": Script}), folder, life, rank, run, cache).train()
+
+
+# ── playing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """The process that all scripts of this process are forked from."""
+    made = Nursery()
+    atexit.register(made.close)
+    return made
+
+
+@functools.cache
+def root() -> Path:
+    """Where the data of all kinds lie, and a folder for each script."""
+    made = Path(tempfile.mkdtemp(prefix="company-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    (made / "data").mkdir()
+    write(made / "data")
+    return made
+
+
+@functools.cache
+def server_url() -> str:
+    """A server that all scripts of this process share, so that what one leaves behind the next one meets."""
+    server = LocalServer()
+    server.start()
+    atexit.register(server.stop)
+    return f"unix://{server.socket_path}"
+
+
+def memory_left(run: str) -> list[str]:
+    """What lies in shared memory of a run."""
+    paths = Path(f"/dev/shm/shade-{os.getuid()}").rglob("*")
+    return sorted(str(path) for path in paths if path.is_file() and run in str(path))
+
+
+class Play:
+    """One script and what came of it."""
+
+    fault = ""
+    """A planted fault, by name."""
+
+    def __init__(self, script: Script, run: str = "") -> None:
+        self.script = script
+        self.folder = root() / uuid.uuid4().hex[:8]
+        self.folder.mkdir()
+        self.run = run or self.folder.name
+
+    def live(self, script: Script, life: int) -> list[int | None]:
+        """Runs one life on all ranks; what it leaves behind is a difference."""
+        cache = {"none": None, "memory": "memory://", "local": "local://"}.get(script.cache, server_url())
+        ended = nursery().run(
+            script.ranks, self.folder, script=repr(script), life=life, run=self.run, cache=cache, fault=self.fault
+        )
+        statuses: list[int | None] = ended["statuses"]
+        if None in statuses:
+            raise Differs(f"life {life} hangs: statuses {statuses}\n{self.log(life)}")
+        if ended["left"] and -signal.SIGKILL not in statuses:
+            raise Differs(f"life {life} has left {ended['left']}; statuses {statuses}")
+        return statuses
+
+    def log(self, life: int) -> str:
+        """The ends of what the ranks have written."""
+        ends = []
+        for rank in range(self.script.ranks):
+            with contextlib.suppress(OSError):
+                ends.append(f"[rank {rank}] {(self.folder / f'log-{life}-{rank}').read_text()[-3000:]}")
+        return "\n".join(ends)
+
+    def refusal(self, life: int) -> str:
+        """The name of the error that every rank ended with, if each is one of shade's own; else an empty text."""
+        names = []
+        for rank in range(self.script.ranks):
+            lines = (self.folder / f"log-{life}-{rank}").read_text().replace(f"[rank{rank}]: ", "").splitlines()
+            named = [line.split(":")[0] for line in lines if line.startswith("shade.errors.")]
+            names.append(named[-1] if named else "")
+        return names[0] if all(names) else ""
+
+    def play(self) -> Verdict:
+        """Runs the script to its end, and compares."""
+        script = self.script
+        if script.neighbour:
+            other = Play(Script(saves="overlap", ending="kill", step=4), self.run)
+            other.live(other.script, 0)
+        statuses = self.live(script, 0)
+        expected = STATUSES[script.ending] if script.step <= self.length() else 0
+        if script.is_refused:
+            if all(status == 1 for status in statuses) and (name := self.refusal(0)) and not self.num_steps(0):
+                return Verdict(Outcome.REFUSED, name)
+            raise Differs(f"a differing {script.differs} is not refused: statuses {statuses}\n{self.log(0)}")
+        if set(statuses) == {1} and (name := self.refusal(0)) and not self.num_steps(0):
+            return Verdict(Outcome.REFUSED, name)
+        if set(statuses) != {expected}:
+            raise Differs(f"statuses {statuses}, and not {expected}\n{self.log(0)}")
+        lives = 1
+        if expected != 0 and script.saves:
+            statuses, lives = self.live(script, 1), 2
+            if set(statuses) != {0}:
+                raise Differs(f"statuses of the second life: {statuses}\n{self.log(1)}")
+        self.compare(lives, ended=expected == 0 or lives == 2)
+        return Verdict(Outcome.SAME)
+
+    def length(self) -> int:
+        """Steps of a whole training."""
+        num_samples = 16 if self.script.data.startswith("split") else 20
+        return self.script.epochs * -(-num_samples // self.script.ranks // 4)
+
+    def num_steps(self, life: int) -> int:
+        """Steps that a life has taken, on rank 0."""
+        return sum("indices" in line for line in steps_of(self.folder, life, 0))
+
+    def compare(self, lives: int, *, ended: bool) -> None:
+        """Compares with plain PyTorch; raises `Differs`."""
+        script, ranks = self.script, range(self.script.ranks)
+        steps: list[list[dict[str, Any]]] = []
+        for life in range(lives):
+            said = [steps_of(self.folder, life, rank) for rank in ranks]
+            begins = said[0][0]["begins"]
+            if life == 0 and begins != 0:
+                raise Differs(f"a new training begins after step {begins}")
+            if life == 1:
+                durable = (script.step // 2) * 2 if any("safe" in line for line in steps_of(self.folder, 0, 0)) else 0
+                if not durable <= begins <= script.step:
+                    raise Differs(f"ended after step {script.step}, restored step {begins}")
+            taken = [[line for line in lines if "indices" in line] for lines in said]
+            if len({len(lines) for lines in taken}) != 1:
+                raise Differs(f"ranks take {[len(lines) for lines in taken]} steps")
+            steps = steps[:begins] + list(zip(*taken, strict=True))  # type: ignore[arg-type]
+        plain = train_plainly(script, root(), [[line["indices"] for line in step] for step in steps])
+        for number, (mine, theirs) in enumerate(zip(steps, plain, strict=True)):
+            if [line["read"] for line in mine] != theirs["read"]:
+                raise Differs(f"step {number}: samples {[line['indices'] for line in mine]} are not the data set's")
+        num_samples = 16 if script.data.startswith("split") else 20
+        for epoch in range(script.epochs if ended else 0):
+            seen = Counter(index for step in steps for line in step if line["epoch"] == epoch for index in line["indices"])
+            if seen != Counter(range(num_samples)):
+                raise Differs(f"epoch {epoch} has the samples {sorted(seen.elements())}")
+        if ended:
+            ends = [steps_of(self.folder, lives - 1, rank)[-1] for rank in ranks]
+            # The engine's own optimizer rounds a product otherwise than torch's.
+            is_close = script.exchange == "engine" and np.allclose(ends[0]["values"], plain[-1]["values"], 1e-4, 1e-6)
+            for rank, end in enumerate(ends):
+                if end["weights"] != (ends[0] if is_close else plain[-1])["weights"]:
+                    raise Differs(f"rank {rank} ends with other weights than plain PyTorch")
+
+
+def play(script: Script) -> Verdict:
+    """Runs a script, and what plain PyTorch makes of its batches."""
+    played = Play(script)
+    try:
+        verdict = played.play()
+        # What is in memory alone stays, for the next life.
+        if script.closes and script.persists and verdict.outcome is Outcome.SAME and (left := memory_left(played.run)):
+            raise Differs(f"shared memory keeps {left}")
+        return verdict
+    except Differs as differs:
+        return Verdict(Outcome.DIFFERENT, str(differs))
+    finally:
+        shutil.rmtree(played.folder, ignore_errors=True)
+
+
+PLANE = Plane("company", scripts(), play, FAULTS, {"Script": Script})
+

@@ -34,8 +34,11 @@ from shade.checkpoint._save.save import Saver, WaitPolicy
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers, open_to_read
 from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
-from shade.rank_group import RankGroup, SingleProcessGroup, current_group
+from shade.rank_group import RankGroup, SingleProcessGroup, check_alike, current_group
 from shade.types import Stateful
+
+DEFAULT_RUN = "run"
+"""Id of a run that was given none."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -48,7 +51,8 @@ class Checkpointer:
     Args:
         store: URL of the cluster whose memory takes snapshots; None: shared memory and storage alone.
         persist_to: Path or URL of durable storage; None: memory alone.
-        run: Id of the run; one live process group each.
+        run: Id of the run in these locations; one live process group each. None: ``run``, and without any storage the
+            command line tells one job's snapshots from another's.
         strategy: Name in `_strategies.STRATEGIES`. It sets every argument below that is None.
         every: When `step` saves: ``50`` (steps), ``"30s"``, ``"5m"``, ``"2%"`` (of the time), ``"never"``; see
             `Schedule`.
@@ -80,7 +84,7 @@ class Checkpointer:
         store: str | None = None,
         *,
         persist_to: str | os.PathLike[str] | None = None,
-        run: str = "run",
+        run: str | None = None,
         strategy: str = "overlap",
         every: str | int | None = None,
         keep: str = "last=2",
@@ -97,14 +101,17 @@ class Checkpointer:
         first_rank_saves: bool = False,
         make_room: Callable[[int], None] | None = None,
     ) -> None:
+        run, is_named = run or DEFAULT_RUN, run is not None
         self._run, self._strategy_name = run, strategy
+        purpose = f"snapshots of run {run!r}"
+        self._group: RankGroup = current_group(purpose)
+        given = {"store": store and "given", "persist_to": persist_to and "given", "run": run, "strategy": strategy}
+        check_alike(self._group, {**given, "every": every, "codec": codec, "first_rank_saves": first_rank_saves})
         self._strategy = STRATEGIES.get(strategy)()
         self._config = config = self._strategy.config.agreed(
             every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
         )
         self._schedule, self._meter = Schedule(config.every, config.in_flight), PaceMeter()
-        purpose = f"snapshots of run {run!r}"
-        self._group: RankGroup = current_group(purpose)
         self._app_state = self._new_app_state(replicated)
         self._save_groups: list[RankGroup] = [SingleProcessGroup() if first_rank_saves else self._group]
         self._save_groups += [
@@ -134,6 +141,7 @@ class Checkpointer:
             parity=parity,
             buffers=config.buffers,
             in_flight=config.in_flight,
+            is_named=is_named,
         )
         has_storage = self._tiers.storage is not None
         self._losses = LossTracker(
@@ -491,7 +499,7 @@ def load_weights(
     store: str | None = None,
     *,
     persist_to: str | os.PathLike[str] | None = None,
-    run: str = "run",
+    run: str = DEFAULT_RUN,
     name: str = "model",
     step: int | None = None,
     strict: bool = True,

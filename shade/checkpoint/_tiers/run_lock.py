@@ -243,7 +243,9 @@ class RunLock:
 
     def _in_use(self, other: LockRecord) -> RunInUseError:
         got = f"expected a run id that no live process uses, got {self._run!r}, which process {other.process_id} on "
-        return RunInUseError(f"{got}host {other.host} saves under; choose another id, or end that process")
+        is_here = other.process_id == os.getpid() and other.machine == this_machine()
+        cure = "close() its Checkpointer, which is in this process" if is_here else "end that process"
+        return RunInUseError(f"{got}host {other.host} saves under; choose another id, or {cure}")
 
 
 def _read_record(backend: _LockBackend) -> LockRecord | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -30,12 +31,15 @@ from shade.checkpoint._preemption.notice import NoticeSource, PreemptionNotice
 from shade.checkpoint._preemption.recovery_estimate import LossTracker
 from shade.checkpoint._save.async_writer import SaveHandle
 from shade.errors import ShadeError
+from shade.process import start_of, this_machine
 
 EXIT_CODE: Final = 143
 """The exit code of a process that SIGTERM has ended, in a shell."""
 POLL_SECONDS: Final = 0.1
 """Time between two looks at sources and store: a notice to one rank needs so long to reach the others."""
 _AGREE_POLL_SECONDS: Final = 0.01
+_ANSWER_SECONDS: Final = 5.0
+"""Time after which a rank whose thread does not answer counts as lost: answers take a tenth of a second."""
 _DURABLE_POLL_SECONDS: Final = 0.05
 _RESERVE_FRACTION: Final = 0.05
 _RESERVE_SECONDS: Final = 0.5
@@ -77,6 +81,7 @@ class DeadlineStore:
 
     def __init__(self, store: c10d.Store, rank: int, world_size: int) -> None:
         self._store, self.rank, self._world_size = store, rank, world_size
+        self.write(f"process-{rank}", [this_machine(), os.getpid(), start_of(os.getpid())])
 
     def write(self, name: str, content: Any) -> None:
         """Writes a value, as JSON."""
@@ -89,6 +94,17 @@ class DeadlineStore:
     def write_own(self, content: Any) -> None:
         """Writes this rank's value."""
         self.write(f"rank-{self.rank}", content)
+
+    def has_lost(self, seconds: float) -> bool:
+        """Returns whether a rank is gone: its process on this machine, or it has not answered for so many seconds."""
+        for rank in range(self._world_size):
+            if not self._store.check([f"rank-{rank}"]) and seconds > _ANSWER_SECONDS:
+                return True
+            if self._store.check([f"process-{rank}"]):
+                machine, process_id, started = json.loads(self._store.get(f"process-{rank}"))
+                if machine and machine == this_machine() and start_of(process_id) != started:
+                    return True
+        return False
 
     def read_all(self, name: str = "rank") -> list[Any] | None:
         """Returns each rank's value; None while one is missing."""
@@ -202,8 +218,10 @@ class Deadline:
         return next(filter(None, (source.look() for source in self._sources)), None)
 
     def _agree(self, notice: PreemptionNotice) -> None:
-        """Agrees on the step after which all ranks save: rank 0 decides, the others read it."""
-        while not self._closed and notice.seconds_left > 0:
+        """Agrees on the step after which all ranks save: rank 0 decides, the others read it. Where one is lost, none
+        does: no step can be saved."""
+        begun = time.monotonic()
+        while not self._closed and notice.seconds_left > 0 and not self._store.has_lost(time.monotonic() - begun):
             if self._store.rank == 0 and (steps := self._store.read_all()) is not None:
                 # A rank that waits for the target waits for the other ranks' threads only, never for their training,
                 # which may be in a collective that waits for this very rank.
@@ -285,7 +303,10 @@ class Deadline:
         until = notice.deadline - _reserve(notice.seconds_left)
         try:
             self._store.write(f"failed-{self._store.rank}", step)
+            begun = time.monotonic()
             while (steps := self._store.read_all("failed")) is None and _left(until) > 0:
+                if self._store.has_lost(time.monotonic() - begun):
+                    break
                 time.sleep(_AGREE_POLL_SECONDS)
         except RuntimeError as error:  # the process that holds the store is gone
             logger.debug("no answers from other ranks: %s", error)

@@ -31,10 +31,11 @@ from shade.checkpoint._restore.restore import Restored, load_module, read_newest
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle
 from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
 from shade.checkpoint._save.save import Saver, WaitPolicy
+from shade.checkpoint._save.save_calls import SaveCalls
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers, open_to_read
 from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
-from shade.rank_group import RankGroup, SingleProcessGroup, check_alike, current_group
+from shade.rank_group import RankGroup, SingleProcessGroup, check_alike, check_met, current_group
 from shade.types import Stateful
 
 DEFAULT_RUN = "run"
@@ -104,6 +105,7 @@ class Checkpointer:
         run, is_named = run or DEFAULT_RUN, run is not None
         self._run, self._strategy_name = run, strategy
         purpose = f"snapshots of run {run!r}"
+        check_met(purpose)
         self._group: RankGroup = current_group(purpose)
         given = {"store": store and "given", "persist_to": persist_to and "given", "run": run, "strategy": strategy}
         check_alike(self._group, {**given, "every": every, "codec": codec, "first_rank_saves": first_rank_saves})
@@ -171,6 +173,7 @@ class Checkpointer:
             writer,
             self._save_groups[0],
             self._tiers.reader.newest_sequence(),
+            SaveCalls(self._save_groups[0]),
             make_room,
         )
         self._wait_policy = WaitPolicy(self._saver, config, self._tiers.wait_durable if has_storage else None)
@@ -181,6 +184,11 @@ class Checkpointer:
         """Whether an attached optimizer has begun a step that `step` has not counted yet."""
         self.step_count = 0
         """Optimizer steps done in the whole run: `step` counts, `restore` sets."""
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            cure = "make another for what follows, or let the `with` block end later"
+            raise ConfigError.of("an open Checkpointer", f"{what}() after close()", cure)
 
     def _new_app_state(self, replicated: bool) -> AppState:
         # Overridden by `StateDictCheckpointer`, whose state is passed at each save.
@@ -240,6 +248,8 @@ class Checkpointer:
         Returns:
             Whether a save was begun.
         """
+        self._check_open("step")
+        self._saver.check_calls(self.step_count)
         self._meter.step(time.monotonic(), busy=self._saver.is_busy)
         self.step_count += 1
         self._has_changed = False
@@ -267,6 +277,7 @@ class Checkpointer:
             TornSnapshotError: A tensor changed while it was copied, and again during a second copy.
             StorageFullError: There is not enough shared memory for the buffer.
         """
+        self._check_open("save")
         if not self._saves:
             return self._saver.stand_by(self.step_count, CommitResult(self._tiers.shared_memory, ""))
         handle = self._saver.begin(self.step_count, metrics or {}, self._meter)
@@ -363,6 +374,7 @@ class Checkpointer:
         Raises:
             ConfigError: A source cannot be watched.
         """
+        self._check_open("watch")
         if self._deadline is not None:
             self._deadline.close()
         watched = [source_of(source, grace_seconds) for source in sources or ("SIGTERM",)]
@@ -412,6 +424,8 @@ class Checkpointer:
         return restored
 
     def _restore(self, step: int | None, only: Sequence[str] | None) -> Restored:
+        self._check_open("restore")
+        self._saver.check_calls(self.step_count)
         self._saver.before_step()
         self._saver.settle()
         restored, found = restore_app_state(self._tiers.reader, self._group, self._app_state, step, only)
@@ -442,6 +456,7 @@ class Checkpointer:
             return
         is_safe = False
         try:
+            self._saver.check_calls(self.step_count)
             if self.latest is not None:
                 self._saver.result()
             is_safe = True

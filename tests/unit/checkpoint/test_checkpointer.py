@@ -329,7 +329,7 @@ def test_what_is_read_in_place_is_verified_and_nothing_keeps_hanging_on_it(
         reading = begin(second)
         return reading, second, reading.restore_latest().tiers
 
-    (buffer,) = own_folder(run).glob("*.data")
+    (buffer,) = own_folder(run).rglob("*.data")
     reading, second, tiers = restored()
     assert tiers == ("shared memory",)
     content = buffer.read_bytes()

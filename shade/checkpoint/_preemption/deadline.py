@@ -41,11 +41,15 @@ _AGREE_POLL_SECONDS: Final = 0.01
 _ANSWER_SECONDS: Final = 5.0
 """Time after which a rank whose thread does not answer counts as lost: answers take a tenth of a second."""
 _DURABLE_POLL_SECONDS: Final = 0.05
+_STEPS_FOR_OTHERS: Final = 2
+"""Steps within which another Checkpointer of this process, stepped as often, reaches its target."""
 _RESERVE_FRACTION: Final = 0.05
 _RESERVE_SECONDS: Final = 0.5
 """Time kept back for the exit: a fraction of the time left, but at most this long."""
 
 logger = logging.getLogger("shade.checkpoint")
+_watching: list[Deadline] = []
+"""Those of this process, until they are closed."""
 
 
 class Saving(Protocol):
@@ -169,6 +173,9 @@ class Deadline:
         """Whether the training waits between two steps for the target."""
         self._step_seconds, self._last_step = 0.0, 0.0
         self._done = False
+        self._num_after = 0
+        """Steps after the last save, while other Checkpointers of this process save theirs."""
+        _watching.append(self)
         self._thread = threading.Thread(target=self._serve, name="shade-notice", daemon=True)
         self._thread.start()
 
@@ -264,6 +271,7 @@ class Deadline:
         now = time.monotonic()
         self._step_seconds, self._last_step = (now - self._last_step if self._last_step else 0.0), now
         if self._done:
+            self._exit()
             return False
         notice = self._notice or self._notice_here()
         with self._lock:
@@ -280,9 +288,17 @@ class Deadline:
         self._acting.set()
         before = self._saving.latest
         self._rescue(notice, self._decision, before)
-        if self._exit_code is not None:
-            raise SystemExit(self._exit_code)
+        self._exit()
         return self._saving.latest is not before
+
+    def _exit(self) -> None:
+        """Raises SystemExit once every Checkpointer of this process that watches has saved."""
+        # One that is stepped less often than this one, or not at all, is not waited for.
+        others = [each for each in _watching if each._store.rank == self._store.rank]
+        is_waiting = not all(each._done for each in others) and self._num_after < _STEPS_FOR_OTHERS
+        self._num_after += 1
+        if self._exit_code is not None and not is_waiting:
+            raise SystemExit(self._exit_code)
 
     def at_failure(self, *, is_between_steps: bool) -> None:
         """Saves the last step, where training failed after a notice, since a worker or a peer was ended by it as well.
@@ -379,6 +395,8 @@ class Deadline:
     def close(self) -> None:
         """Ends the watching. Safe to call twice."""
         self._closed = True
+        if self in _watching:
+            _watching.remove(self)
         self._wake.set()
         self._acting.set()
         self._thread.join()

@@ -367,7 +367,8 @@ class Checkpointer:
         """Watches for preemption notices: `step` then saves what can be saved in time, and exits. Collective.
 
         Args:
-            *sources: ``SIGTERM`` (if none is named), paths of files, ``http://…``: see `_preemption.notice`.
+            *sources: ``SIGTERM`` (if none is named) or another signal, paths of files, ``http://…``: see
+                `_preemption.notice`.
             grace_seconds: Time left after a notice that names no time.
             exit_code: Exit code of the SystemExit that `step` raises then; None: it returns, and `should_stop` is true.
 

@@ -284,6 +284,11 @@ def runs_in_store(store: Store) -> list[str]:
     return sorted({key[len(_PREFIX) :].partition(":")[0] for key in store.scan(_PREFIX)})
 
 
+def keys_of_run(store: Store, run: str) -> list[str]:
+    """Returns all keys that a run has in a store; scans all keys, as `runs_in_store`."""
+    return list(store.scan(f"{_PREFIX}{quote(run, safe='')}:"))
+
+
 def runs_in_volume(volume: Volume) -> list[str]:
     """Returns the sorted ids of runs that have a committed snapshot in a volume; lists the whole volume."""
     parts = [name.split("/") for name in volume.list()]

@@ -137,8 +137,8 @@ class Held:
 
 def held_here(parent: Path | None = None) -> Iterator[Held]:
     """Yields what each run has in shared memory, in the order of their ids."""
-    for path in sorted(own_folder("", parent).glob("*/*/")):
-        yield Held(path, path.parent.name)
+    for path in sorted(own_folder("", parent).glob(f"*/*/{ABOUT}")):
+        yield Held(path.parent, path.parent.parent.name)
 
 
 def sweep_memory() -> None:

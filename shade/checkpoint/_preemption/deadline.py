@@ -85,7 +85,6 @@ class DeadlineStore:
 
     def __init__(self, store: c10d.Store, rank: int, world_size: int) -> None:
         self._store, self.rank, self._world_size = store, rank, world_size
-        self.write(f"process-{rank}", [this_machine(), os.getpid(), start_of(os.getpid())])
 
     def write(self, name: str, content: Any) -> None:
         """Writes a value, as JSON."""
@@ -99,16 +98,25 @@ class DeadlineStore:
         """Writes this rank's value."""
         self.write(f"rank-{self.rank}", content)
 
+    def write_process(self) -> None:
+        """Writes which process this rank is, so that others see when it is gone."""
+        self.write(f"process-{self.rank}", [this_machine(), os.getpid(), start_of(os.getpid())])
+
     def has_lost(self, seconds: float) -> bool:
-        """Returns whether a rank is gone: its process on this machine, or it has not answered for so many seconds."""
-        for rank in range(self._world_size):
-            if not self._store.check([f"rank-{rank}"]) and seconds > _ANSWER_SECONDS:
-                return True
-            if self._store.check([f"process-{rank}"]):
-                machine, process_id, started = json.loads(self._store.get(f"process-{rank}"))
-                if machine and machine == this_machine() and start_of(process_id) != started:
-                    return True
+        """Returns whether a rank is gone: its process on this machine, or it has not answered for so many seconds. The
+        first rank that finds so tells the others."""
+        ranks = range(self._world_size)
+        is_silent = seconds > _ANSWER_SECONDS and not self._store.check([f"rank-{rank}" for rank in ranks])
+        if self.read("lost") or is_silent or any(self._is_dead(self.read(f"process-{rank}")) for rank in ranks):
+            self.write("lost", True)
+            return True
         return False
+
+    @staticmethod
+    def _is_dead(process: Sequence[Any] | None) -> bool:
+        if process is None or not process[0] or process[0] != this_machine():
+            return False
+        return start_of(process[1]) != process[2]
 
     def read_all(self, name: str = "rank") -> list[Any] | None:
         """Returns each rank's value; None while one is missing."""
@@ -188,6 +196,7 @@ class Deadline:
 
     def _serve(self) -> None:
         try:
+            self._store.write_process()
             while not self._closed:
                 self._look()
                 if self._notice is not None:

@@ -266,8 +266,8 @@ def memory_folder(config: RunConfig, checkpoint_url: str | None) -> Path | None:
 
 def has_snapshots(config: RunConfig, checkpoint_url: str | None) -> bool:
     """Returns whether any location holds a committed snapshot of the run; an unreachable one counts as empty."""
-    memory = memory_folder(config, checkpoint_url)
-    if memory is not None and own_records(memory, config.run):
+    folder = memory_folder(config, checkpoint_url)
+    if folder is not None and own_records(folder, config.run):
         return True
     with contextlib.ExitStack() as resources, contextlib.suppress(ShadeError):
         if config.persist_to is not None:

@@ -168,7 +168,10 @@ class SharedMemoryTier(Tier):
         """Claims this rank's buffers for this object until `close`; a process that dies loses its claim.
 
         Two trainings without storage and with one run id meet only here: without the claim, each would hash and store
-        what the other writes into the same memory. ``about`` says to users whose they are.
+        what the other writes into the same memory.
+
+        Args:
+            about: Whose they are, for users.
 
         Raises:
             RunInUseError: They are claimed, by a live process or by this one.

@@ -116,7 +116,7 @@ class DeadlineStore:
     def _is_dead(process: Sequence[Any] | None) -> bool:
         if process is None or not process[0] or process[0] != this_machine():
             return False
-        return start_of(process[1]) != process[2]
+        return bool(start_of(process[1]) != process[2])
 
     def read_all(self, name: str = "rank") -> list[Any] | None:
         """Returns each rank's value; None while one is missing."""

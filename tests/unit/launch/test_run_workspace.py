@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._format.manifest import Commit
+from shade.checkpoint._tiers import identity
 from shade.config import RunConfig
 from shade.errors import ConfigError
+from shade.launch.preflight import memory_folder
 from shade.launch.run import Workspace
+from shade.storage import open_volume
 
 
 @pytest.fixture
@@ -83,7 +85,10 @@ def test_undo_keeps_a_snapshot_in_shared_memory_and_takes_buffers_without_one(he
     for name, is_there in (("kept", True), ("empty", False)):
         config = config_of(tmp_path / name)
         place = Workspace(config, here)
-        memory = own_folder(config.run)
+        with open_volume(str(config.persist_to)) as volume:
+            identity.of_storage(volume, config.run, make=True)
+        memory = memory_folder(config, None)
+        assert memory is not None
         memory.mkdir(parents=True)
         try:
             (memory / "rank-0.0.data").touch()

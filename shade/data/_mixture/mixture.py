@@ -142,7 +142,7 @@ class MixtureSampler(Sampler[PackedSequence]):
         self._merger: ScoreMerger | None = None
         if self.num_replicas == 1 or distributed:
             self._merger = ScoreMerger(self._losses, 2 * len(self._names))
-        self.place = Place(UsageWarnings(), counts_all=True)
+        self.place = Place(UsageWarnings(), batch_size, counts_all=True)
         """Where training is in the stream; its epoch is the round."""
         self.receipts: list[MixtureReceipt] = []
         """Receipts of the rounds that this process has begun."""

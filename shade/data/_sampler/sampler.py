@@ -153,7 +153,7 @@ class ShadeSampler(DistributedSampler[int]):
             shared=SharedDraws(self.num_samples, self._group) if joined and is_large(self.num_samples) else None,
         )
         self._usage = UsageWarnings(dataset)
-        self.place = Place(self._usage)
+        self.place = Place(self._usage, batch_size)
         """Where training is in the stream; read by loaders, moved by the calls below."""
         self._passes = EpochPasses(
             self.place,
@@ -172,8 +172,7 @@ class ShadeSampler(DistributedSampler[int]):
         """Sets the next epoch, as with DistributedSampler. After `load_state_dict` the interrupted epoch resumes where
         it stopped; any other starts from its beginning."""
         self._usage.made.add("set_epoch")
-        if epoch != self.place.epoch:
-            self.place.turn_to(epoch)
+        self.place.say(epoch)
 
     @property
     def epoch(self) -> int:

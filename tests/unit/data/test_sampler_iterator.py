@@ -35,7 +35,7 @@ class FakeSampler:
 
     def __init__(self, taken: int, limit: int) -> None:
         self._taken, self._limit = taken, limit
-        self.place: Place = FixedPlace(UsageWarnings())
+        self.place: Place = FixedPlace(UsageWarnings(), B)
         self.num_steps = -(-limit // B)
 
     def __iter__(self) -> SamplerIterator:

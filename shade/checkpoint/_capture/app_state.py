@@ -25,7 +25,7 @@ from shade.checkpoint._capture.flatten import escape, flatten, part_of, tensors_
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of
 from shade.checkpoint._capture.stateful_loader import StatefulLoader
 from shade.errors import ConfigError, ShadeError, StateMismatchError
-from shade.types import Parted, Resumed, Stateful
+from shade.types import Parted, Resumed, Stateful, StepCounting
 
 Agree = Callable[[Exception | None], None]
 _SAMPLE_BYTES = 64
@@ -129,6 +129,7 @@ class AppState:
     def __init__(self, replicated: bool) -> None:
         self._replicated = replicated
         self._objects: dict[str, Stateful] = {"random": RandomState()}
+        self._counting: list[StepCounting] = []
 
     def attach(self, objects: Mapping[str, Any]) -> None:
         """Adds objects by name; raises a ConfigError if one has no state to save, or its name is taken."""
@@ -141,6 +142,13 @@ class AppState:
             if known is not target and not (isinstance(known, StatefulLoader) and known == target):
                 raise ConfigError.of("a name that is not attached yet", name, f"known: {', '.join(self._objects)}")
             self._objects[name] = target
+            if isinstance(target, StepCounting) and target not in self._counting:
+                self._counting.append(target)
+
+    def count_step(self) -> None:
+        """Tells the attached objects that count them that a step of training is done."""
+        for target in self._counting:
+            target.count_step()
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:

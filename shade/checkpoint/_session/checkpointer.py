@@ -235,6 +235,7 @@ class Checkpointer:
         self._meter.step(time.monotonic(), busy=self._saver.is_busy)
         self.step_count += 1
         self._has_changed = False
+        self._app_state.count_step()
         if self._deadline is not None and self._deadline.at_step():
             return True
         if not self._saves:

@@ -205,6 +205,10 @@ class MixtureSampler(Sampler[PackedSequence]):
         report = torch.stack(sums)
         self._merger.report(report, torch.zeros(len(report), device=report.device))
 
+    def count_step(self) -> None:
+        """Says that a step of training is done, in a loop that does not report; a `Checkpointer` does."""
+        self.place.count_step()
+
     @property
     def steps_done(self) -> int:
         """Returns the steps of the present round whose losses were reported; without a report, those whose batches the

@@ -100,6 +100,10 @@ class FetchedAhead:
         """Batches that the loop has got and not trained on."""
         self._num_got = self._num_first = self._num_steps = 0
 
+    def is_unclear(self, known: tuple[int, int]) -> bool:
+        """Returns whether the first step alone is known, and may have followed a batch that was fetched ahead."""
+        return self._num_steps == 1 and self._num_first > 1 and known == (0, 0)
+
     def step(self, num_got: int, is_last: bool, known: tuple[int, int]) -> tuple[int, int]:
         """Counts a step of training.
 
@@ -229,6 +233,7 @@ class Place:
         """Whether a loader that keeps its own place has set the place of this epoch."""
         self._usage, self._batch_size, self._counts_all = usage, batch_size, counts_all
         self._said: int | None = None
+        self._was_placed = False
         self._pace = (0, 0)
         self._reported = 0
         self._unlocated: torch.Tensor | None = None
@@ -254,7 +259,10 @@ class Place:
         # Only a place that was loaded or sought lies here.
         if self.first_step < num_steps:
             return False
+        was_placed, self._was_placed = self._was_placed, is_placed
         if self._said in (self.epoch, self.epoch + 1):
+            # The workers of an ended iterator have asked for its end; the loop gets the next one, at the same place.
+            self.has_begun = self.has_begun and not was_placed
             return self._said != self.epoch
         # Nothing follows first: a loop that counts epochs itself resumes with the one that was saved. A loader that
         # kept its place begins a new iterator after an ended one.
@@ -272,7 +280,7 @@ class Place:
 
     def _go_to(self, step: int) -> None:
         self.first_step = self._reported = step
-        self._unlocated, self.has_begun = None, False
+        self._unlocated, self.has_begun, self._was_placed = None, False, False
 
     def rewind(self) -> None:
         """Sets the place before a pass begins: where the present epoch has trained, its beginning."""
@@ -327,8 +335,8 @@ class Place:
         if self.newest is not None:
             self.newest.count = count
 
-    def stepped(self) -> None:
-        """Hears that training has done a step, with the batches that it has."""
+    def count_step(self) -> None:
+        """Hears that training has done a step."""
         mine = self._present
         num_got = None if mine is None else mine.num_got
         if mine is not None and num_got is not None:
@@ -432,6 +440,8 @@ class Place:
         mine = self._present
         if mine is not None and mine.is_uncounted and mine.num_dealt > 1 and (mine.is_regrouped or not self._counts_all):
             self._usage.warn_of_place(self._reported)
+        if mine is not None and not mine.is_reported and mine.ahead.is_unclear(self._pace):
+            self._usage.warn_of_first_step(self.steps_done)
         return {"steps_done": self.steps_done}
 
 

@@ -221,6 +221,10 @@ class ShadeSampler(DistributedSampler[int]):
         self._merger.report(indices, losses)
         self.place.reported(located)
 
+    def count_step(self) -> None:
+        """Says that a step of training is done, in a loop that does not report; a `Checkpointer` does."""
+        self.place.count_step()
+
     def report_validation(self, accuracy: float) -> None:
         """Reports the validation accuracy of a finished epoch, the same number on every rank; `pads` follows it."""
         self._draws.report_validation(accuracy)

@@ -3,9 +3,10 @@
     pip install 'torch-shade[ecosystem]'
     python examples/transformers_trainer.py
 
-`ShadeTrainer` overrides three methods: which loader trains (its batches must not be dealt out to ranks again, so it does
-not pass through Accelerate), what the loss is, and `train`, which remembers the checkpoint to resume from. A callback
-says the epoch, puts the sampler's state beside each checkpoint, and loads it on a resume: with any number of workers.
+`ShadeTrainer` overrides three methods: which loader trains (its batches must not be dealt out to ranks again, so it
+does not pass through Accelerate), what the loss is, and `train`, which remembers the checkpoint to resume from. A
+callback says the epoch, puts the sampler's state beside each checkpoint, and loads it on a resume, with any number of
+workers.
 
 What to know: the Trainer counts the steps of the first epoch and takes all to be as long. Epochs of ``unbiased`` become
 shorter after the second, so a learning rate that falls over ``max_steps`` does not quite reach its end; ``keep=1.0``
@@ -145,7 +146,9 @@ class KeepPlace(TrainerCallback):
             )
 
 
-def make_trainer(folder: Path, dataset: ShadeDataset, **options: Any) -> ShadeTrainer:
+def make_trainer(
+    folder: Path, dataset: ShadeDataset, model: Any = None, eval_dataset: Any = None, **options: Any
+) -> ShadeTrainer:
     """All that an example needs, and no more."""
     torch.manual_seed(0)
     quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
@@ -156,7 +159,14 @@ def make_trainer(folder: Path, dataset: ShadeDataset, **options: Any) -> ShadeTr
         **(quiet | options),
     )
     sampler = ShadeSampler(dataset, batch_size=BATCH, seed=0)
-    return ShadeTrainer(BagOfWords(), arguments, train_dataset=dataset, data_collator=collate, sampler=sampler)
+    return ShadeTrainer(
+        BagOfWords() if model is None else model,
+        arguments,
+        train_dataset=dataset,
+        eval_dataset=eval_dataset,
+        data_collator=collate,
+        sampler=sampler,
+    )
 
 
 def resume(trainer: ShadeTrainer, checkpoint: Path) -> None:

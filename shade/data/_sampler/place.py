@@ -438,7 +438,12 @@ class Place:
         if isinstance(asking, SamplerIterator) and asking.has_begun:
             return asking.place_between_batches()
         mine = self._present
-        if mine is not None and mine.is_uncounted and mine.num_dealt > 1 and (mine.is_regrouped or not self._counts_all):
+        if (
+            mine is not None
+            and mine.is_uncounted
+            and mine.num_dealt > 1
+            and (mine.is_regrouped or not self._counts_all)
+        ):
             self._usage.warn_of_place(self._reported)
         if mine is not None and not mine.is_reported and mine.ahead.is_unclear(self._pace):
             self._usage.warn_of_first_step(self.steps_done)

@@ -157,8 +157,8 @@ class UsageWarnings:
         """Warns of a state after a process's first step, before which the loop had got several batches."""
         self._warn_once(
             "first step",
-            f"the state says step {num_got} after the first step of training, because the loop had got that many batches "
-            "and no loss was reported. If the loop fetches ahead of training, add the line "
+            f"the state says step {num_got} after the first step of training, because the loop had got that many "
+            "batches and no loss was reported. If the loop fetches ahead of training, add the line "
             "`sampler.report(indices, losses)`, or save after the second step",
         )
 

@@ -131,7 +131,7 @@ def test_batches_that_come_out_of_order_are_refused_and_the_cure_works(data: Sha
         del batches
         sampler, loader = made(data)
         sampler.load_state_dict(state)
-        assert sorted(sum(first + taken(loader), [])) == list(range(N))
+        assert sorted(itertools.chain(*first, *taken(loader))) == list(range(N))
 
 
 class Around(Sampler[int]):
@@ -237,7 +237,7 @@ def test_a_loop_that_fetches_ahead_resumes_behind_the_batch_that_it_trained_on(
             sampler.set_epoch(epoch)
             batches = ahead(loader, num_ahead)
             while group := taken(batches, accumulated):
-                steps.append(sum(group, []))
+                steps.append([*itertools.chain(*group)])
                 stateful.count_step()
                 if len(steps) == stop:
                     return steps, stateful.state_dict()

@@ -413,7 +413,75 @@ def test_on_one_rank_accelerate_may_have_the_loader() -> None:
     sampler.close()
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_sampler_in_accelerates_checkpoint_continues_at_any_step(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = load("accelerate_loop")
+    few(monkeypatch, example)
+    accelerate: Any = importlib.import_module("accelerate")
+    dataset = ShadeDataset(example.make_data(), cache=None)
+
+    def train(stop: int | None = None, folder: Path | None = None) -> tuple[list[list[int]], torch.nn.Module]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        sampler = ShadeSampler(dataset, batch_size=8, seed=0)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=workers)
+        torch.manual_seed(0)
+        line = torch.nn.Linear(16, 4)
+        model, optimizer = accelerator.prepare(line, torch.optim.SGD(line.parameters(), lr=0.1))
+        accelerator.register_for_checkpointing(sampler)
+        if folder is not None and stop is None:
+            accelerator.load_state(folder)
+        seen: list[list[int]] = []
+        for epoch in range(sampler.epoch, 3):
+            sampler.set_epoch(epoch)
+            for points, labels, indices in loader:
+                losses_B = torch.nn.functional.cross_entropy(model(points), labels, reduction="none")
+                accelerator.backward((losses_B * sampler.weights(indices)).mean())
+                sampler.report(indices, losses_B)
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(indices.tolist())
+                if len(seen) == stop:
+                    accelerator.save_state(folder)
+                    sampler.close()
+                    return seen, line
+        sampler.close()
+        return seen, line
+
+    whole, expected = train()
+    for stop in range(1, len(whole) + 1):
+        first, _ = train(stop, tmp_path / str(stop))
+        rest, line = train(None, tmp_path / str(stop))
+        assert first + rest == whole, f"stopped after {stop}"
+        assert torch.equal(line.weight, expected.weight)
+
+
 # ── Hugging Face: the Trainer, data sets of dicts ───────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_accumulates_gradients_over_steps_of_epochs_that_are_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = load("transformers_trainer")
+    monkeypatch.setattr(example, "ShadeSampler", partial(ShadeSampler, mode="uniform"))
+    dataset = ShadeDataset(example.make_text(48), cache="memory://")
+    options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    whole = example.make_trainer(tmp_path / "a", dataset, **options, save_strategy="steps", save_steps=1)
+    whole.train()
+    assert whole.state.global_step == 6
+    for stop in range(1, 7):
+        resumed = example.make_trainer(tmp_path / "b", dataset, **options)
+        example.resume(resumed, tmp_path / "a" / f"checkpoint-{stop}")
+        assert resumed.seen == whole.seen[2 * stop :]
+        assert torch.equal(resumed.model.line.weight, whole.model.line.weight)
+        resumed.sampler.close()
+    whole.sampler.close()
+    dataset.close()
 
 
 def play_trainer(

@@ -607,7 +607,8 @@ def _compressed(url: str) -> ConfigError:
 
 
 def _suffix(url: str) -> str:
-    return url.partition("?")[0].rpartition("/")[2].rpartition(".")[2].lower()
+    name = url.partition("?")[0] if is_url(url) else url
+    return name.rpartition("/")[2].rpartition(".")[2].lower()
 
 
 def _is_shard(url: str, suffixes: Container[str]) -> bool:

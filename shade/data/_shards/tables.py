@@ -41,8 +41,9 @@ _SCHEMA_MESSAGE, _DICTIONARY_MESSAGE, _BATCH_MESSAGE = 1, 2, 3
 _TAIL_BYTES: Final = 8
 _CONTINUED: Final = b"\xff\xff\xff\xff"
 _ARROW_MARK: Final = b"ARROW1"
-_PLAIN, _COMPRESSED = b"\0", b"\1"
-"""Whether an Arrow shard has compressed batches: the first byte of what is kept of it."""
+_MAPPED, _COPIED = b"\0", b"\1"
+"""First byte of what is kept of an Arrow shard. Of a batch that is compressed, or has a type that is cast, reading one
+row takes as long as reading all, so it is read into memory."""
 
 
 def _pyarrow(module: str = "pyarrow") -> Any:
@@ -87,7 +88,7 @@ class ArrowRows(ShardFormat):
                 raise DataError.of(f"each column of {shown_place(name)} by a name of its own", got, cure)
             try:
                 if _plain(field.type) != field.type:
-                    arrow.nulls(2, field.type).slice(1).cast(_plain(field.type))
+                    arrow.nulls(1, field.type).cast(_plain(field.type))
             except arrow.ArrowException as error:
                 cure = f"write the column as {_plain(field.type)}"
                 got = f"{field.name!r} of type {field.type} ({error})"
@@ -128,7 +129,7 @@ def _payload(row: Any) -> bytes:
 
 def _cast(table: Any, schema: Any) -> Any:
     """Returns a table with the types of a schema."""
-    # pyarrow casts a slice of a struct with a null column wrongly, even to its own type.
+    # Not all by `Table.cast`: pyarrow casts some nested types wrongly, even to their own.
     for number, field in enumerate(schema):
         if table.column(number).type != field.type:
             table = table.set_column(number, field, table.column(number).cast(field.type))
@@ -154,8 +155,8 @@ def _plain(kind: Any) -> Any:
     for is_list, plain in (
         (types.is_list, arrow.list_),
         (types.is_large_list, arrow.large_list),
-        (types.is_list_view, arrow.list_),
-        (types.is_large_list_view, arrow.large_list),
+        (types.is_list_view, arrow.list_view),
+        (types.is_large_list_view, arrow.large_list_view),
     ):
         if is_list(kind):
             return plain(kind.value_field.with_type(_plain(kind.value_type)))
@@ -187,7 +188,7 @@ class ParquetFormat(ArrowRows):
         try:
             metadata = _footer(extra)
             columns = self._columns_of(name, extra)
-        except _pyarrow().ArrowException as error:
+        except (_pyarrow().ArrowException, OSError) as error:
             cure = "copy it again, or write it with another version"
             raise DataError.of(
                 f"{shown_place(name)} to be a Parquet file that pyarrow reads", str(error), cure
@@ -267,17 +268,18 @@ class ArrowFormat(ArrowRows):
 
     @override
     def opened(self, path: str, scan: ShardScan) -> Any:
-        # Of a compressed batch, reading one row takes as long as reading all.
-        return None if scan.extra[:1] == _COMPRESSED else RangeParts([(0, np.memmap(path, dtype=np.uint8, mode="r"))])
+        return None if scan.extra[:1] == _COPIED else RangeParts([(0, np.memmap(path, dtype=np.uint8, mode="r"))])
 
     @override
     def scan(self, file: ShardFile) -> ShardScan:
         name, num_bytes = file.entry.url, file.entry.num_bytes
-        starts, lengths, rows, mark = [], [], [], _PLAIN
+        starts, lengths, rows = [], [], []
         try:
             has_footer = file.range(0, min(8, num_bytes)).startswith(_ARROW_MARK)
             schema, places = _by_footer(file) if has_footer else _by_messages(file)
-            columns = self._columns_of(name, _PLAIN + schema)
+            extra = _MAPPED + schema
+            columns = self._columns_of(name, extra)
+            is_plain = all(field.type == _plain(field.type) for field in self._written_schema(extra))
             for start, header_bytes, body_bytes in places:
                 message = _Message(file.range(start, start + header_bytes))
                 stop = start + header_bytes + body_bytes
@@ -286,7 +288,7 @@ class ArrowFormat(ArrowRows):
                 if message.kind == _DICTIONARY_MESSAGE:
                     cure = "write the column without a dictionary: table.cast(…)"
                     raise DataError.of(f"plain columns in {shown_place(name)}", "a dictionary", cure)
-                mark = _COMPRESSED if message.is_compressed else mark
+                is_plain &= not message.is_compressed
                 if message.kind == _BATCH_MESSAGE and message.num_rows:
                     starts.append(start)
                     lengths.append(stop - start)
@@ -294,7 +296,7 @@ class ArrowFormat(ArrowRows):
         # pyarrow's own errors are of these kinds.
         except (ValueError, NotImplementedError, struct.error, IndexError) as error:
             raise DataError.of(f"{shown_place(name)} to be a whole Arrow file", str(error), "copy it again") from error
-        return ShardScan.of(starts, lengths, columns, mark + schema, rows=rows)
+        return ShardScan.of(starts, lengths, columns, (_MAPPED if is_plain else _COPIED) + schema, rows=rows)
 
     @override
     def _written_schema(self, extra: bytes) -> Any:
@@ -311,10 +313,8 @@ class ArrowFormat(ArrowRows):
             raise UnlikeIndexError(f"a record batch that pyarrow cannot read ({error})") from error
         if table.num_rows != scan.rows_P[piece]:
             raise UnlikeIndexError(f"{table.num_rows} rows")
-        # A mapped table lies in no memory of this process: a few of its rows are cast alone.
-        if rows is None:
-            return TableRows(_cast(table, schema))
-        return [_payload(_cast(table.slice(row, 1), schema).to_batches()[0]) for row in rows]
+        payloads = TableRows(_cast(table, schema))
+        return payloads if rows is None else [payloads[row] for row in rows]
 
 
 def _by_footer(file: ShardFile) -> tuple[bytes, list[tuple[int, int, int]]]:

@@ -69,7 +69,11 @@ class ArrowRows(ShardFormat):
         def plain(extra: bytes) -> Any:
             fields = self._written_schema(extra)
             return _pyarrow().schema(
-                [field.with_type(_plain(field.type)) for field in fields if chosen is None or field.name in chosen]
+                [
+                    field.with_type(_plain_column(field.type))
+                    for field in fields
+                    if chosen is None or field.name in chosen
+                ]
             )
 
         return scan.parsed(("payloads", chosen), plain)
@@ -87,10 +91,9 @@ class ArrowRows(ShardFormat):
                 got, cure = f"{field.name!r} twice", "rename one of them"
                 raise DataError.of(f"each column of {shown_place(name)} by a name of its own", got, cure)
             try:
-                if _plain(field.type) != field.type:
-                    arrow.nulls(1, field.type).cast(_plain(field.type))
+                _cast(arrow.table({"": arrow.nulls(1, field.type)}), arrow.schema({"": _plain_column(field.type)}))
             except arrow.ArrowException as error:
-                cure = f"write the column as {_plain(field.type)}"
+                cure = f"write the column as {_plain_column(field.type)}"
                 got = f"{field.name!r} of type {field.type} ({error})"
                 raise DataError.of(f"columns of {shown_place(name)} that pyarrow can cast", got, cure) from error
         names: list[str] = schema.names
@@ -130,18 +133,28 @@ def _payload(row: Any) -> bytes:
 def _cast(table: Any, schema: Any) -> Any:
     """Returns a table with the types of a schema."""
     # Not all by `Table.cast`: pyarrow casts some nested types wrongly, even to their own.
+    arrow = _pyarrow()
     for number, field in enumerate(schema):
-        if table.column(number).type != field.type:
-            table = table.set_column(number, field, table.column(number).cast(field.type))
+        column = table.column(number)
+        if column.type != field.type:
+            # Nor does it cast the storage of an extension type.
+            if isinstance(column.type, arrow.BaseExtensionType):
+                column = arrow.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+            table = table.set_column(number, field, column.cast(field.type))
     return table
+
+
+def _plain_column(kind: Any) -> Any:
+    """Returns `_plain` of a column's type, of an extension type that of its storage."""
+    if isinstance(kind, _pyarrow().BaseExtensionType) and _plain(kind.storage_type) != kind.storage_type:
+        return _plain(kind.storage_type)
+    return _plain(kind)
 
 
 def _plain(kind: Any) -> Any:
     """Returns the type of the same values of which a slice has its own bytes alone."""
     arrow = _pyarrow()
     types = arrow.types
-    if isinstance(kind, arrow.BaseExtensionType):
-        return kind if _plain(kind.storage_type) == kind.storage_type else _plain(kind.storage_type)
     if types.is_dictionary(kind):
         return _plain(kind.value_type)
     if types.is_string_view(kind):
@@ -189,10 +202,7 @@ class ParquetFormat(ArrowRows):
             metadata = _footer(extra)
             columns = self._columns_of(name, extra)
         except (_pyarrow().ArrowException, OSError) as error:
-            cure = "copy it again, or write it with another version"
-            raise DataError.of(
-                f"{shown_place(name)} to be a Parquet file that pyarrow reads", str(error), cure
-            ) from error
+            raise _unread(name, "Parquet", error) from error
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         for chunk in (group.column(number) for group in groups for number in range(group.num_columns)):
             if chunk.file_path:
@@ -215,7 +225,8 @@ class ParquetFormat(ArrowRows):
 
     @override
     def _written_schema(self, extra: bytes) -> Any:
-        return _footer(extra).schema.to_arrow_schema().remove_metadata()
+        # The schema of the metadata has no extension types, such as that of UUIDs.
+        return _pyarrow("pyarrow.parquet").ParquetFile(_tail(extra)).schema_arrow.remove_metadata()
 
     @staticmethod
     def _chunks(group: Any, columns: Columns) -> list[tuple[int, int]]:
@@ -256,8 +267,19 @@ class ParquetFormat(ArrowRows):
 
 def _footer(extra: bytes) -> Any:
     """Returns the metadata of a Parquet file, from its length and its last bytes."""
+    return _pyarrow("pyarrow.parquet").read_metadata(_tail(extra))
+
+
+def _tail(extra: bytes) -> io.BytesIO:
     # pyarrow wants a file that begins with the mark, too.
-    return _pyarrow("pyarrow.parquet").read_metadata(io.BytesIO(b"PAR1" + extra[8:]))
+    return io.BytesIO(b"PAR1" + extra[8:])
+
+
+def _unread(name: str, kind: str, error: Exception) -> DataError:
+    """Returns the error of a shard that pyarrow does not read."""
+    is_unknown = isinstance(error, NotImplementedError)
+    cure = "write its columns as types that pyarrow has" if is_unknown else "copy it again"
+    return DataError.of(f"{shown_place(name)} to be a whole {kind} file that pyarrow reads", str(error), cure)
 
 
 @FORMATS.register("arrow")
@@ -279,7 +301,8 @@ class ArrowFormat(ArrowRows):
             schema, places = _by_footer(file) if has_footer else _by_messages(file)
             extra = _MAPPED + schema
             columns = self._columns_of(name, extra)
-            is_plain = all(field.type == _plain(field.type) for field in self._written_schema(extra))
+            written = self._written_schema(extra)
+            is_plain = all(field.type == _plain_column(field.type) for field in written)
             for start, header_bytes, body_bytes in places:
                 message = _Message(file.range(start, start + header_bytes))
                 stop = start + header_bytes + body_bytes
@@ -287,7 +310,8 @@ class ArrowFormat(ArrowRows):
                     raise ValueError(f"it ends at byte {num_bytes}, before byte {stop}")
                 if message.kind == _DICTIONARY_MESSAGE:
                     cure = "write the column without a dictionary: table.cast(…)"
-                    raise DataError.of(f"plain columns in {shown_place(name)}", "a dictionary", cure)
+                    got = ", ".join(field.name for field in written if "dictionary<" in str(field.type))
+                    raise DataError.of(f"plain columns in {shown_place(name)}", f"a dictionary in {got}", cure)
                 is_plain &= not message.is_compressed
                 if message.kind == _BATCH_MESSAGE and message.num_rows:
                     starts.append(start)
@@ -295,7 +319,7 @@ class ArrowFormat(ArrowRows):
                     rows.append(message.num_rows)
         # pyarrow's own errors are of these kinds.
         except (ValueError, NotImplementedError, struct.error, IndexError) as error:
-            raise DataError.of(f"{shown_place(name)} to be a whole Arrow file", str(error), "copy it again") from error
+            raise _unread(name, "Arrow", error) from error
         return ShardScan.of(starts, lengths, columns, (_MAPPED if is_plain else _COPIED) + schema, rows=rows)
 
     @override

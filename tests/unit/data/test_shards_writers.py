@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import tarfile
+import uuid
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,32 @@ def test_a_row_of_a_view_type_takes_its_own_bytes_alone(tmp_path: Path, kind: st
     assert shards.probe()[0].max() < 1000
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_types_with_names_of_their_own_are_as_pyarrow_has_them(tmp_path: Path, kind: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install pyarrow")
+    from pyarrow import parquet
+
+    texts = [f'{{"a": "{"x" * number}"}}' for number in range(60)]
+    json_of_views = pyarrow.ExtensionArray.from_storage(
+        pyarrow.json_(pyarrow.string_view()), pyarrow.array(texts, pyarrow.string_view())
+    )
+    columns = {
+        "key": pyarrow.array([bytes([number] * 16) for number in range(60)], pyarrow.uuid()),
+        "tree": json_of_views,
+        "yes": pyarrow.array([1, 0] * 30, pyarrow.bool8()),
+    }
+    table, path = pyarrow.table(columns), tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path, row_group_size=20)
+    else:
+        with pyarrow.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=20)
+    rows = _rows_of_a_table(path)
+    assert _all(Shards(path)) == rows
+    assert isinstance(rows[0]["key"], uuid.UUID)
+    assert rows[-1]["tree"] == texts[-1]
+
+
 def test_of_a_row_group_only_the_rows_that_are_wanted_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed; pip install pyarrow")
     from pyarrow import parquet
@@ -212,8 +239,12 @@ def _tables_that_are_refused() -> dict[str, tuple[str, Callable[[Path], Any], st
         "two of a name": ("a.parquet", two_of_a_name, r"by a name of its own, got \"'a' twice\"; rename"),
         "no columns": ("a.parquet", without_columns, "columns in .* got 'none'"),
         "encrypted": ("a.parquet", encrypted, "a plain Parquet file, got 'an encrypted one'; write it without"),
-        "no footer": ("a.parquet", no_footer, "a Parquet file that pyarrow reads.*copy it again"),
-        "dictionary": ("a.arrow", lambda path: arrow(path, pyarrow.table({"w": words})), "plain columns.*cast"),
+        "no footer": ("a.parquet", no_footer, "a whole Parquet file that pyarrow reads.*copy it again"),
+        "dictionary": (
+            "a.arrow",
+            lambda path: arrow(path, pyarrow.table({"w": words})),
+            "plain columns.*a dictionary in w'.*cast",
+        ),
         "views in it": ("a.arrow", lambda path: arrow(path, pyarrow.table({"w": views})), "'w' of type dictionary"),
         "the same twice": (
             "a.arrow",

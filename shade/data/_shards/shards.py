@@ -208,8 +208,8 @@ class Shards(Dataset[Any]):
         if self._window is not None:
             self._window.close()
             self._window = None
-        first, scan = self._index.entries[0].url, self._index.scans[0]
-        if not is_url(first) and self._format.opened(first, scan) is not None:
+        first = self._index.entries[0].url
+        if not is_url(first) and self._format.opened(first, self._index.scans[0]) is not None:
             return
         num_bytes = sum(entry.num_bytes for entry in self._index.entries)
         ahead = ReadAhead(
@@ -370,11 +370,8 @@ class Shards(Dataset[Any]):
         if self._format.keeps_rows:
             places = [(shard, piece) for shard, scan in enumerate(scans) for piece in range(len(scan.start_P))]
             chosen = {places[int(at)] for at in np.linspace(0, len(places) - 1, min(_PROBED_PIECES, len(places)))}
-            found = [
-                payloads[int(row)]
-                for _, payloads in self._pieces.read(dict.fromkeys(sorted(chosen)), count)
-                for row in np.linspace(0, len(payloads) - 1, min(_PROBED_ROWS, len(payloads)))
-            ]
+            pieces = self._pieces.read(dict.fromkeys(sorted(chosen)), count)
+            found = [each for _, payloads in pieces for each in _some(payloads)]
             size_N = np.full(len(self), max(_lengths(found)), dtype=np.int64)
         else:
             # An archive's payload lacks headers and columns that were not chosen; that of a key and a value has more.
@@ -437,6 +434,11 @@ class ShardSource(NearSource):
     @override
     def close(self) -> None:
         self.shards.close()
+
+
+def _some(payloads: Sequence[Any]) -> list[Any]:
+    """Returns the payloads of some rows of a piece, from its first to its last."""
+    return [payloads[int(row)] for row in np.linspace(0, len(payloads) - 1, min(_PROBED_ROWS, len(payloads)))]
 
 
 def _lengths(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:

@@ -78,6 +78,23 @@ class ArrowRows(ShardFormat):
 
         return scan.parsed(("payloads", chosen), plain)
 
+    @override
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> Sequence[bytes]:
+        schema = self._schema(scan, columns)
+        try:
+            table = self._table(scan, piece, parts, schema.names).replace_schema_metadata(None)
+            payloads = TableRows(_cast(table.select(schema.names), schema))
+        # pyarrow's own errors are of these kinds.
+        except (OSError, EOFError, ValueError) as error:
+            raise UnlikeIndexError(f"rows that pyarrow cannot read ({error})") from error
+        if len(payloads) != scan.rows_P[piece]:
+            raise UnlikeIndexError(f"{len(payloads)} rows")
+        return payloads if rows is None else [payloads[row] for row in rows]
+
+    @abstractmethod
+    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
+        """Returns a piece as a table with these columns, and perhaps others."""
+
     @abstractmethod
     def _written_schema(self, extra: bytes) -> Any:
         """Returns the schema of a shard as it was written, without metadata."""
@@ -204,13 +221,11 @@ class ParquetFormat(ArrowRows):
         except (_pyarrow().ArrowException, OSError) as error:
             raise _unread(name, "Parquet", error) from error
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        for chunk in (group.column(number) for group in groups for number in range(group.num_columns)):
-            if chunk.file_path:
-                cure = "name the files that it points to"
-                raise DataError.of(f"columns in {shown_place(name)} itself", f"some in {chunk.file_path}", cure)
-            if chunk.compression == "LZO":
-                cure = "write it with another codec, such as zstd"
-                raise DataError.of(f"a codec in {shown_place(name)} that pyarrow has", "LZO", cure)
+        chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+        other = next((chunk.file_path for chunk in chunks if chunk.file_path), None)
+        if other is not None:
+            cure = "name the files that it points to"
+            raise DataError.of(f"columns in {shown_place(name)} itself", f"some in {other}", cure)
         spans = [self._chunks(group, None) for group in groups]
         return ShardScan.of(
             [span[0][0] for span in spans],
@@ -249,20 +264,11 @@ class ParquetFormat(ArrowRows):
         return self._chunks(self._metadata(scan).row_group(piece), columns)
 
     @override
-    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> Sequence[bytes]:
-        metadata, schema = self._metadata(scan), self._schema(scan, columns)
+    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
         (num_bytes,) = struct.unpack("<Q", scan.extra[:8])
-        try:
-            file = _pyarrow("pyarrow.parquet").ParquetFile(RangeFile(num_bytes, parts.range), metadata=metadata)
-            table = file.read_row_group(piece, columns=schema.names, use_threads=False).replace_schema_metadata(None)
-            table = _cast(table.select(schema.names), schema)
-        # pyarrow's own errors are of these kinds.
-        except (OSError, EOFError, ValueError) as error:
-            raise UnlikeIndexError(f"a row group that pyarrow cannot read ({error})") from error
-        if table.num_rows != scan.rows_P[piece]:
-            raise UnlikeIndexError(f"{table.num_rows} rows")
-        payloads = TableRows(table)
-        return payloads if rows is None else [payloads[row] for row in rows]
+        source = RangeFile(num_bytes, parts.range)
+        file = _pyarrow("pyarrow.parquet").ParquetFile(source, metadata=self._metadata(scan))
+        return file.read_row_group(piece, columns=names, use_threads=False)
 
 
 def _footer(extra: bytes) -> Any:
@@ -277,7 +283,8 @@ def _tail(extra: bytes) -> io.BytesIO:
 
 def _unread(name: str, kind: str, error: Exception) -> DataError:
     """Returns the error of a shard that pyarrow does not read."""
-    is_unknown = isinstance(error, NotImplementedError)
+    # pyarrow's error for what it has not is one of these.
+    is_unknown = isinstance(error, RuntimeError)
     cure = "write its columns as types that pyarrow has" if is_unknown else "copy it again"
     return DataError.of(f"{shown_place(name)} to be a whole {kind} file that pyarrow reads", str(error), cure)
 
@@ -317,8 +324,7 @@ class ArrowFormat(ArrowRows):
                     starts.append(start)
                     lengths.append(stop - start)
                     rows.append(message.num_rows)
-        # pyarrow's own errors are of these kinds.
-        except (ValueError, NotImplementedError, struct.error, IndexError) as error:
+        except (ValueError, RuntimeError, struct.error, IndexError) as error:
             raise _unread(name, "Arrow", error) from error
         return ShardScan.of(starts, lengths, columns, (_MAPPED if is_plain else _COPIED) + schema, rows=rows)
 
@@ -327,18 +333,10 @@ class ArrowFormat(ArrowRows):
         return _pyarrow().ipc.read_schema(_pyarrow().py_buffer(extra[1:])).remove_metadata()
 
     @override
-    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> Sequence[bytes]:
-        schema, arrow = self._schema(scan, columns), _pyarrow()
-        content, written = parts.range(*scan.span(piece)), scan.parsed("written", self._written_schema)
-        try:
-            table = arrow.Table.from_batches([arrow.ipc.read_record_batch(arrow.py_buffer(content), written)])
-            table = table.select(schema.names)
-        except (OSError, EOFError, ValueError) as error:
-            raise UnlikeIndexError(f"a record batch that pyarrow cannot read ({error})") from error
-        if table.num_rows != scan.rows_P[piece]:
-            raise UnlikeIndexError(f"{table.num_rows} rows")
-        payloads = TableRows(_cast(table, schema))
-        return payloads if rows is None else [payloads[row] for row in rows]
+    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
+        arrow, written = _pyarrow(), scan.parsed("written", self._written_schema)
+        content = arrow.py_buffer(parts.range(*scan.span(piece)))
+        return arrow.Table.from_batches([arrow.ipc.read_record_batch(content, written)])
 
 
 def _by_footer(file: ShardFile) -> tuple[bytes, list[tuple[int, int, int]]]:

@@ -90,7 +90,7 @@ class ShadeDataset(Dataset[Any]):
         dataset: Any,
         cache: str | Store | None = "local://",
         *,
-        disk: str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         working_set_fraction: float = WORKING_SET_FRACTION,
         policy: str | None = None,
         transform: Callable[[Any], Any] | None = None,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from shade.data._origin.url_origin import UrlOrigin, describe_many, entry_of, list_files, root_of
 from shade.errors import ConfigError, DataError
@@ -103,6 +107,29 @@ def test_a_version_is_the_first_thing_that_changes_with_the_content() -> None:
 def test_a_scheme_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ConfigError, match="gopher"):
         list_files("gopher://host/set", {})
+
+
+class OtherBuckets(MemoryFileSystem):
+    """A file system for buckets that is not s3fs, and takes no option of its."""
+
+    protocol = "s3"  # type: ignore[assignment]
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def __init__(self, **options: Any) -> None:
+        if options:
+            raise TypeError(f"unknown option {', '.join(options)}")
+        super().__init__()
+
+
+def test_what_is_registered_for_buckets_gets_no_option_of_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "s3", OtherBuckets)
+    fsspec.filesystem("s3").pipe_file("s3://bucket/a.bin", b"here")
+    assert [entry.url for entry in list_files("s3://bucket", {})] == ["s3://bucket/a.bin"]
+    origin = UrlOrigin()
+    assert origin.read_many(["s3://bucket/a.bin"]) == [b"here"]
+    assert origin._web is None
+    origin.close()
 
 
 def test_the_root_is_a_folder() -> None:

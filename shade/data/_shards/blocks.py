@@ -21,6 +21,7 @@ import fcntl
 import glob
 import heapq
 import logging
+import multiprocessing
 import os
 import shutil
 import struct
@@ -37,7 +38,7 @@ import torch
 import xxhash
 
 from shade.cache.entry import FORMAT_ITEM, HEADER_BYTES, seal, unseal
-from shade.errors import ConfigError, CorruptEntryError, StoreError
+from shade.errors import ConfigError, CorruptEntryError, ShadeError, StoreError
 from shade.process import enter_folder, leave_folder, remove_unused
 from shade.sampling.window import BlockUses, block_uses
 from shade.store import StoreURL, open_store
@@ -309,6 +310,10 @@ class ReadAhead:
         index_B = np.asarray(indices, dtype=np.int64)
         block_B = np.searchsorted(self._first_D, index_B, side="right") - 1
         while np.any(self._state_D[block_B] == _COMING):
+            trainer = multiprocessing.parent_process()
+            # Else a worker would outlive a training process that was killed.
+            if trainer is not None and not trainer.is_alive():
+                raise ShadeError("expected the training process, which reads shards ahead, to live; it has ended")
             time.sleep(_WAIT_SECONDS)
         state_B = self._state_D[block_B]
         return index_B[state_B == _HERE].tolist(), index_B[state_B == _CAME].tolist()

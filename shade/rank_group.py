@@ -21,7 +21,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -194,6 +194,16 @@ def current_group(purpose: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> 
 def agreed_name(group: RankGroup) -> str:
     """Returns a new random name, the same on every rank of a group. Collective."""
     return str(group.share(secrets.token_hex(8)))
+
+
+def check_alike(group: RankGroup, arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError on all ranks if they were given different arguments, plain values by name. Collective."""
+    said = group.gather(dict(arguments))
+    for name in dict.fromkeys(name for each in said for name in each):
+        other = next((rank for rank, each in enumerate(said) if each.get(name) != said[0].get(name)), None)
+        if other is not None:
+            got = {f"rank {rank}": said[rank].get(name) for rank in (0, other)}
+            raise ConfigError.of(f"the same {name} on every rank", got, "start all ranks with the same arguments")
 
 
 def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tuple[int, int, bool]:

@@ -75,6 +75,9 @@ class Store(ABC):
     shared: bool
     """True when other processes that open the same URL see the same bytes."""
 
+    is_private = False
+    """True when it began, and ends, with the process that opened it."""
+
     medium: str = "memory"
     """``disk`` for a folder of this machine's disk, which other machines do not reach."""
 
@@ -164,6 +167,11 @@ class Store(ABC):
         """Announces that this process uses a data set's entries, which want so many bytes. A store that outlives its
         jobs removes entries of data sets that no process uses, if they take that room."""
         del namespace, wanted_bytes
+
+    def use_server_of(self, url: str) -> None:
+        """Ends the private server, and uses that of another process of this machine from now on, at the address that
+        its store has. Raises StoreError, and changes nothing, if that server does not answer."""
+        raise NotImplementedError(f"{type(self).__name__} has no private server: {url}")
 
     def identity(self) -> str:
         """Returns a text that is equal for two stores only if they hold the same bytes, on whatever machines."""

@@ -297,6 +297,11 @@ class CachePlanner:
         cache.post(verdict, index_G, places, self._rank, self._num_replicas, near_G=near_G, ending=ending)
         return index_G[places]
 
+    def leave(self) -> None:
+        """Leaves the cache to the other jobs soon; waits for nothing."""
+        if self.sharing is not None:
+            self.sharing.leave()
+
     def close(self) -> None:
         """Leaves the cache to the other jobs. Safe to call twice."""
         if self.sharing is not None:

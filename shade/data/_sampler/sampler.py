@@ -15,6 +15,7 @@ Legend: N data set · K drawn in an epoch · B batch of one rank · G global bat
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,8 @@ class ShadeSampler(DistributedSampler[int]):
                 global_batch=self.global_batch,
                 follow=follow,
             )
+            # A cell that binds its names anew closes nothing.
+            weakref.finalize(self, self._planner.leave).atexit = False
         elif follow is not None:
             raise ConfigError.of(
                 "a ShadeDataset with a cache, to follow one stream", type(dataset).__name__, "give it one"

@@ -257,17 +257,18 @@ class ReadAhead:
     Args:
         first_D: int64 (D,), the first sample of each block.
         block_bytes: Mean bytes of a block.
-        bring: Called with the number of a block, in a thread; keeps its samples, and returns whether it had to read
-            them, and whether they stay.
-        drop: Called with the number of a block that does not stay, after its last use; removes its samples.
+        bring: Refers to what is called with the number of a block, in a thread; it keeps the block's samples, and
+            returns whether it had to read them, and whether they stay. The threads keep no data set alive.
+        drop: Refers to what is called with the number of a block that does not stay, after its last use; it removes the
+            block's samples.
     """
 
     def __init__(
         self,
         first_D: npt.NDArray[np.int64],
         block_bytes: float,
-        bring: Callable[[int], tuple[bool, bool]],
-        drop: Callable[[int], None],
+        bring: weakref.WeakMethod[Callable[[int], tuple[bool, bool]]],
+        drop: weakref.WeakMethod[Callable[[int], None]],
     ) -> None:
         self._first_D, self._bring, self._drop = first_D, bring, drop
         # Blocks are brought in the training process, whose sampler knows the order; the processes that load batches
@@ -330,7 +331,9 @@ class ReadAhead:
                     held.append((int(uses.last_D[block]), block))
                 else:
                     self._state_D[block] = _UNKNOWN
-                    self._drop(block)
+                    drop = self._drop()
+                    assert drop is not None, "its data set begins a pass"
+                    drop(block)
             self._state_D[self._state_D == _CAME] = _HERE
             self._state_D[self._waiting] = _UNKNOWN
             heapq.heapify(held)
@@ -359,7 +362,8 @@ class ReadAhead:
             with self._wake:
                 while not self._is_closed and not self._waiting and not self._may_drop:
                     self._wake.wait()
-                if self._is_closed:
+                bring, drop = self._bring(), self._drop()
+                if self._is_closed or bring is None or drop is None:
                     return
                 drops = self._may_drop
                 block = heapq.heappop(self._held)[1] if drops else self._waiting.pop(0)
@@ -368,12 +372,14 @@ class ReadAhead:
             state, stays = _UNKNOWN, True
             try:
                 if drops:
-                    self._drop(block)
+                    drop(block)
                     continue
-                came, stays = self._bring(block)
+                came, stays = bring(block)
                 state = _CAME if came else _HERE
             except Exception as error:  # noqa: BLE001 - who wants the sample reads it, and meets the error
                 logger.info("a block was not read ahead: %s", error)
+            finally:
+                del bring, drop
             with self._wake:
                 self._state_D[block] = state
                 if not stays and self._uses is not None:
@@ -383,13 +389,17 @@ class ReadAhead:
     def _may_drop(self) -> bool:
         return bool(self._held) and self._held[0][0] < self._used
 
-    def close(self) -> None:
-        """Ends the threads; what is on its way is not waited for by readers. Safe to call twice."""
+    def leave(self) -> None:
+        """Lets the threads end; what is on its way is not waited for by readers. Does nothing in a child."""
         if self._pid != os.getpid():
             return
         with self._wake:
             self._is_closed = True
             self._state_D[self._state_D == _COMING] = _UNKNOWN
             self._wake.notify_all()
-        for thread in self._threads:
+
+    def close(self) -> None:
+        """Ends the threads. Safe to call twice, and in a child."""
+        self.leave()
+        for thread in self._threads if self._pid == os.getpid() else ():
             thread.join()

@@ -26,8 +26,8 @@ from shade.errors import ConfigError, DataError, ShadeError, StoreError, StoreUn
 from shade.installation import install_hint, name_clash
 from shade.launch.preflight import check_folder
 from shade.store import open_store
+from shade.store._servers.data_sets import DataSetUse, data_sets_in
 from shade.store._servers.server import ask, find_server_binary
-from shade.store.data_sets import DataSetUse, data_sets_in
 from shade.store.link import Endpoint
 from shade.store.url import StoreURL, format_address
 

@@ -185,7 +185,7 @@ class Store(ABC):
     def use_server_of(self, url: str) -> None:
         """Ends the private server, and uses that of another process of this machine from now on, at the address that
         its store has. Raises StoreError, and changes nothing, if that server does not answer."""
-        raise NotImplementedError(f"{type(self).__name__} has no private server: {url}")
+        raise StoreError(f"expected a private server to leave for {url}, got {self.url}; open local://")
 
     def identity(self) -> str:
         """Returns a text that is equal for two stores only if they hold the same bytes, on whatever machines."""

@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from shade.errors import ConfigError, StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
 from shade.process import exclusive_lock, file_system_of, is_network, this_machine
+from shade.store._servers.data_sets import prefixes_of
 from shade.store.base import STORES, NodeStats, Store, StoreStats
-from shade.store.data_sets import prefixes_of
 from shade.store.disk_files import (
     JOB,
     KEYS_AT_ONCE,

@@ -21,8 +21,8 @@ from typing import Any, Final, TypeAlias
 from typing_extensions import override
 
 from shade.errors import StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
+from shade.store._servers.data_sets import DataSetMarks
 from shade.store.base import NodeStats, Store, StoreStats
-from shade.store.data_sets import DataSetMarks
 from shade.store.node import Node, exchange
 from shade.store.url import StoreURL
 from shade.store.wire import Command, GetInto, Reply, ServerError

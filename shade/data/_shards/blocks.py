@@ -257,20 +257,21 @@ class ReadAhead:
     Args:
         first_D: int64 (D,), the first sample of each block.
         block_bytes: Mean bytes of a block.
-        bring: Refers to what is called with the number of a block, in a thread; it keeps the block's samples, and
-            returns whether it had to read them, and whether they stay. The threads keep no data set alive.
-        drop: Refers to what is called with the number of a block that does not stay, after its last use; it removes the
-            block's samples.
+        bring: A method that is called with the number of a block, in a thread; keeps its samples, and returns whether
+            it had to read them, and whether they stay. The threads end when its object is collected.
+        drop: A method that is called with the number of a block that does not stay, after its last use; removes its
+            samples.
     """
 
     def __init__(
         self,
         first_D: npt.NDArray[np.int64],
         block_bytes: float,
-        bring: weakref.WeakMethod[Callable[[int], tuple[bool, bool]]],
-        drop: weakref.WeakMethod[Callable[[int], None]],
+        bring: Callable[[int], tuple[bool, bool]],
+        drop: Callable[[int], None],
     ) -> None:
-        self._first_D, self._bring, self._drop = first_D, bring, drop
+        self._first_D, self._bring, self._drop = first_D, weakref.WeakMethod(bring), weakref.WeakMethod(drop)
+        weakref.finalize(bring.__self__, self.leave).atexit = False  # type: ignore[attr-defined]
         # Blocks are brought in the training process, whose sampler knows the order; the processes that load batches
         # wait for a block until its shared byte says that it came.
         self._state_tensor_D = torch.zeros(len(first_D), dtype=torch.uint8)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
@@ -211,12 +210,8 @@ class Shards(Dataset[Any]):
             return
         num_bytes = sum(entry.num_bytes for entry in self._index.entries)
         ahead = ReadAhead(
-            self.first_sample_D,
-            num_bytes / len(self._block_list),
-            weakref.WeakMethod(self._bring_ahead),
-            weakref.WeakMethod(self._drop_from_window),
+            self.first_sample_D, num_bytes / len(self._block_list), self._bring_ahead, self._drop_from_window
         )
-        weakref.finalize(self, ahead.leave).atexit = False
         if self._blocks is None or not self._blocks.keeps_all:
             num_held = window + 2 * ahead.ahead_blocks * -(-len(self) // len(self._block_list))
             name = f"{self._fingerprint}-window"

@@ -14,9 +14,9 @@ import pytest
 
 from shade.cli import doctor
 from shade.store import SampleKeys, Store, open_store
-from shade.store import data_sets as module
+from shade.store._servers import data_sets as module
+from shade.store._servers.data_sets import data_sets_in
 from shade.store._servers.server import LocalServer
-from shade.store.data_sets import data_sets_in
 
 pytestmark = pytest.mark.redis
 

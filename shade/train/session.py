@@ -106,9 +106,7 @@ class TrainSession:
                 raise ConfigError.of("rank 0 on machine 0", f"on machine {self.config.node_rank}", cure)
             timeout = timedelta(seconds=LOST_SECONDS) if elastic else None
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timeout)
-            self._host_group = current_group(
-                "the metrics", timeout_seconds=LOST_SECONDS if elastic else TIMEOUT_SECONDS
-            )
+            self._host_group = current_group("the metrics", timeout_seconds=self._timeout_seconds)
         self._show_note("building data set and model")
         return self
 
@@ -208,10 +206,15 @@ class TrainSession:
         """
         if self._exchanges:
             host = self.config.master_address if self.config.nodes > 1 else "127.0.0.1"
-            self._replica = SparseReplica(model, optimizer, scaler, self.config, host)
+            timeout = self._timeout_seconds
+            self._replica = SparseReplica(model, optimizer, scaler, self.config, host, timeout)
         else:
             self._replica = DenseReplica(model, optimizer, scaler)
         return self._replica
+
+    @property
+    def _timeout_seconds(self) -> float:
+        return TIMEOUT_SECONDS if self.config.min_nodes is None else LOST_SECONDS
 
     @property
     def _exchanges(self) -> bool:

@@ -121,8 +121,8 @@ def story_of_mass(rank: int, world_size: int) -> list[float]:
             for bucket_state, total in zip(engine._bucket_states, sent, strict=True):
                 compress = bucket_state.feedback.compress
 
-                def spy(gradient: Any, density: float, key: Any, compress: Any = compress, total: Any = total) -> Any:
-                    chosen = compress(gradient, density, key)
+                def spy(*given: Any, compress: Any = compress, total: Any = total) -> Any:
+                    chosen = compress(*given)
                     total[chosen.indices_K] += chosen.values_K
                     return chosen
 
@@ -606,7 +606,7 @@ def test_finish_and_constructors_are_refused_on_all_ranks_if_on_one(pair: Any) -
     for number, (theirs, own) in enumerate(zip(first, second, strict=True)):
         kind, _, cause = own.partition(": ")
         assert kind == "ConfigError"
-        is_made_alike = number in (1, 2)
+        is_made_alike = number > 0
         assert theirs == (
             f"ConfigError: refused on rank 1: {cause}"
             if is_made_alike

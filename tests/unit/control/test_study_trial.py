@@ -35,12 +35,19 @@ def test_the_last_line_that_names_the_metric_counts(tmp_path: Path) -> None:
 
 
 def test_a_progress_bar_before_the_number_is_none_of_it(tmp_path: Path) -> None:
-    bar = "w(f'\\r 50%|##  | 5/10, loss={{1}}'); sys.stderr.flush()"
-    source = (
-        f"import sys; w = sys.stderr.write; {bar}; print('{{\\x22accuracy\\x22: 0.5}}', end='\\r\\n', flush=True); "
-        f"{bar}; print('{{\\x22other\\x22: 1}}', flush=True); {bar}"
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        "def bar():\n"
+        "    sys.stderr.write('\\r 50%|##  | 5/10, loss=1.5')\n"
+        "    sys.stderr.flush()\n"
+        "for line in ('{\"accuracy\": 0.5}\\r', '{\"other\": 1}', '5 {\"accuracy\": 7}'):\n"
+        "    bar()\n"
+        "    print(line, flush=True) if line[0] == '{' else print('\\n' + line, flush=True)\n"
+        "bar()\n"
     )
-    assert CommandObjective(program(source), tmp_path, metric="accuracy")(POINT) == 0.5
+    command = f'"{sys.executable}" "{script}" {{batch}} {{density}}'
+    assert CommandObjective(command, tmp_path, metric="accuracy")(POINT) == 0.5
 
 
 def test_a_regular_expression_finds_it_in_errors_too(tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ _OWN = (
 def _check_same_flags(group: RankGroup, config: RunConfig) -> None:
     """Raises `ConfigError`, on every rank, if a machine was started with another plan than the first. Collective."""
     plan = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _OWN}
-    plan |= {name: bool(plan[name]) and plan[name] != "none" for name in _PLACES}
+    plan |= {name: "given" if plan[name] and plan[name] != "none" else "left out" for name in _PLACES}
     plans = group.gather([config.node_rank, plan])
     (_, first), *others = plans
     for machine, theirs in others:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shade.data._origin.url_origin import UrlOrigin, describe_many, entry_of, list_files, root_of
+from shade.data._origin.url_origin import UrlOrigin, describe_many, entry_of, list_files, open_file_system, root_of
 from shade.errors import ConfigError, DataError
 from tests.support.web_server import WebServer, serving
 
@@ -108,3 +110,13 @@ def test_a_scheme_that_nobody_knows_is_refused() -> None:
 def test_the_root_is_a_folder() -> None:
     assert root_of(["s3://b/train/a/1.jpg", "s3://b/train/ab/2.jpg"]) == "s3://b/train/"
     assert root_of(["s3://b/train/a/1.jpg"]) == "s3://b/train/a/"
+
+
+@pytest.mark.parametrize(("url", "library", "extra"), [("http://h/x", "aiohttp", "http"), ("s3://b/x", "s3fs", "s3")])
+def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(
+    url: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsspec.filesystem", lambda scheme, **options: importlib.import_module(library))
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=rf"torch-shade\[{extra}\]"):
+        open_file_system(url, {})

@@ -216,6 +216,9 @@ def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tup
     distributed = dist.is_available() and dist.is_initialized()
     # torch.distributed says what the caller does not.
     num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
+    if rank is None and num_replicas > 1 and not distributed:
+        cure = "give both or none; the second argument is num_replicas, as in DistributedSampler, not a batch size"
+        raise ConfigError.of(f"a rank beside num_replicas={num_replicas}", None, cure)
     rank = (dist.get_rank() if distributed else 0) if rank is None else rank
     if not 0 <= rank < num_replicas:
         cure = "ranks count from 0 (-nr 0 … n-1)"

@@ -251,7 +251,7 @@ def _volume(url: str | os.PathLike[str]) -> Volume:
         volume.ping()
     except StorageError as error:
         volume.close()
-        cure = "make it writable, or name another --persist; load_weights reads what cannot be written"
+        cure = "make it writable, or name another place; load_weights reads what cannot be written"
         raise ConfigError.of("storage that can be written", f"{volume.url}: {error}", cure) from error
     return volume
 

@@ -243,7 +243,9 @@ class RunLock:
 
     def _in_use(self, other: LockRecord) -> RunInUseError:
         got = f"expected a run id that no live process uses, got {self._run!r}, which process {other.process_id} on "
-        return RunInUseError(f"{got}host {other.host} saves under; choose another id, or end that process")
+        is_here = (other.process_id, other.machine) == (os.getpid(), this_machine())
+        cure = "close() this process's earlier Checkpointer" if is_here else "choose another id, or end that process"
+        return RunInUseError(f"{got}host {other.host} saves under; {cure}")
 
 
 def _read_record(backend: _LockBackend) -> LockRecord | None:

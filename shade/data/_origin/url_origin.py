@@ -88,7 +88,8 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     try:
         return fsspec.filesystem(scheme, **options)
     except (ImportError, ValueError) as error:
-        cure = f"install the library of {scheme}:// (for s3: {install_hint('s3')}): {error}"
+        extra = "http" if scheme.startswith("http") else "s3"
+        cure = f"install the library of {scheme}:// (for {extra}: {install_hint(extra)}): {error}"
         raise ConfigError.of("a URL that fsspec understands", shown_url(url), cure) from error
 
 

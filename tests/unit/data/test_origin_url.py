@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import pickle
 import sys
@@ -18,7 +19,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shade.data._origin import url_origin
-from shade.data._origin.url_origin import UrlOrigin, describe_many, entry_of, list_files, root_of
+from shade.data._origin.url_origin import UrlOrigin, describe_many, entry_of, list_files, open_file_system, root_of
 from shade.errors import BadSampleError, ConfigError, DataError
 from tests.support.web_server import WebServer, serving
 
@@ -217,3 +218,13 @@ def test_what_is_registered_for_buckets_gets_no_option_of_another_library(monkey
 def test_the_root_is_a_folder() -> None:
     assert root_of(["s3://b/train/a/1.jpg", "s3://b/train/ab/2.jpg"]) == "s3://b/train/"
     assert root_of(["s3://b/train/a/1.jpg"]) == "s3://b/train/a/"
+
+
+@pytest.mark.parametrize(("url", "library", "extra"), [("http://h/x", "aiohttp", "http"), ("s3://b/x", "s3fs", "s3")])
+def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(
+    url: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsspec.filesystem", lambda scheme, **options: importlib.import_module(library))
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=rf"torch-shade\[{extra}\]"):
+        open_file_system(url, {})

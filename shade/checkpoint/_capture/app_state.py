@@ -166,14 +166,14 @@ class AppState:
         return list(self._objects)
 
     @property
-    def epoch(self) -> int:
-        """Returns the epoch of the first attached object that counts epochs, or whose sampler does; 0 without one."""
+    def epoch(self) -> int | None:
+        """Returns the epoch of the first attached object that counts epochs, or whose sampler does."""
         counts = (
             getattr(each, "epoch", None)
             for target in self._objects.values()
             for each in (target, getattr(target, "sampler", None))
         )
-        return next((count for count in counts if isinstance(count, int)), 0)
+        return next((count for count in counts if isinstance(count, int)), None)
 
     def capture(self, rank: int, world_size: int) -> CapturedState:
         """Captures the state of all attached objects, without copying a tensor.

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shade.checkpoint._capture.app_state import AppState
+from shade.checkpoint._capture.app_state import AppState, steppers
 from shade.checkpoint._capture.flatten import part_of, unflatten
 from shade.checkpoint._codecs.delta import memory_slots
 from shade.checkpoint._pacing.batching import Batching
@@ -211,7 +211,9 @@ class Checkpointer:
             ConfigError: One has no state, or a name is taken.
         """
         self._app_state.attach(objects)
-        optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
+        optimizers = [
+            each for target in objects.values() if isinstance(target, torch.optim.Optimizer) for each in steppers(target)
+        ]
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
         modules = [each for each in objects.values() if isinstance(each, torch.nn.Module)]

@@ -354,12 +354,12 @@ def test_the_epoch_is_that_of_whatever_counts_epochs() -> None:
 
 
 def test_unlike_models_have_unlike_digests() -> None:
-    same = [contents(model=model()).capture(rank, 2).replica(2) for rank in range(2)]
+    same = [contents(model=model()).capture(rank, 2).replica(2, 1) for rank in range(2)]
     assert same[0] == same[1] != ""
     other = model()
     with torch.no_grad():
         other[1].bias[0] += 1
-    assert contents(model=other).capture(1, 2).replica(2) != same[0]
+    assert contents(model=other).capture(1, 2).replica(2, 1) != same[0]
 
 
 # ── wrappers ────────────────────────────────────────────────────────────────────────────────────────────────────────

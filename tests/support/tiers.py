@@ -51,7 +51,7 @@ class Shelf(Tier):
         self._do(f"commit {place}")
         self.records[place] = record
 
-    def held(self) -> Mapping[str, Commit]:
+    def held(self, known: Mapping[str, Commit] | None = None) -> Mapping[str, Commit]:
         self._do("held")
         return dict(self.records)
 

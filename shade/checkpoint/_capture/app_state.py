@@ -241,6 +241,10 @@ class AppState:
                 (copied if isinstance(key, str) and (name, key) in copying else kept).update(tensors_in(value))
         return copied - kept
 
+    def left_out(self, tree: Any) -> list[str]:
+        """Returns the names in a tree that nothing attached takes."""
+        return sorted(str(name) for name in part_of(tree, None)["dict"][0] if name not in self._objects)
+
     def load(
         self,
         tree: Any,

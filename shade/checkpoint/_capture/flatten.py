@@ -479,7 +479,9 @@ class _Unflattener:
         module, name, names, nodes, context, shape, strides = _list(content, 7)
         kind = _wrapper_class(module, name)
         if kind is None:
-            raise StateMismatchError.of(f"the class {name} of {module}, which was saved", None, f"import {module} first")
+            raise StateMismatchError.of(
+                f"the class {name} of {module}, which was saved", None, f"import {module} first"
+            )
         parts = dict(zip(_list(names), [self.tensor(each, depth) for each in _list(nodes)], strict=True))
         outer = torch.Size(_sizes(shape)), tuple(_sizes(strides))
         try:

@@ -436,7 +436,7 @@ def restore_app_state(
         return Restored(0, 0), None
     record = found.record
     names = contents.names if only is None else list(only)
-    if only is None and (left := sorted(map(str, {*part_of(found.tree, None)["dict"][0]} - {*names}))):
+    if only is None and (left := contents.left_out(found.tree)):
         logger.warning(
             "step %d also holds %s, which nothing attached takes: it is not restored, and the next save is without it; "
             "attach() it before you restore",

@@ -31,6 +31,7 @@ from shade.checkpoint._restore.restore import Restored, load_module, read_newest
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle
 from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
 from shade.checkpoint._save.save import Saver, WaitPolicy
+from shade.checkpoint._session.at_exit import end_at_exit, keep_until
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers, open_to_read
 from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
@@ -102,9 +103,12 @@ class Checkpointer:
         self._config = config = self._strategy.config.agreed(
             every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
         )
-        self._schedule, self._meter = Schedule(config.every, config.in_flight), PaceMeter()
         purpose = f"snapshots of run {run!r}"
         self._group: RankGroup = current_group(purpose)
+        world_size = 1 if first_rank_saves else self._group.world_size
+        board = None if world_size == 1 else open_deadline_store(self._group.rank, world_size)
+        self._schedule = Schedule(config.every, config.in_flight, board, self._group.rank)
+        self._meter = PaceMeter()
         self._app_state = self._new_app_state(replicated)
         self._save_groups: list[RankGroup] = [SingleProcessGroup() if first_rank_saves else self._group]
         self._save_groups += [
@@ -173,6 +177,7 @@ class Checkpointer:
         """Whether an attached optimizer has begun a step that `step` has not counted yet."""
         self.step_count = 0
         """Optimizer steps done in the whole run: `step` counts, `restore` sets."""
+        end_at_exit(self._at_exit)
 
     def _new_app_state(self, replicated: bool) -> AppState:
         # Overridden by `StateDictCheckpointer`, whose state is passed at each save.
@@ -212,7 +217,10 @@ class Checkpointer:
         """
         self._app_state.attach(objects)
         optimizers = [
-            each for target in objects.values() if isinstance(target, torch.optim.Optimizer) for each in steppers(target)
+            each
+            for target in objects.values()
+            if isinstance(target, torch.optim.Optimizer)
+            for each in steppers(target)
         ]
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
@@ -242,6 +250,7 @@ class Checkpointer:
         if not self._saves:
             return False
         self._saver.warm_up()
+        self._schedule.look(self.step_count)
         if not self._schedule.is_due(self.step_count):
             return False
         self.save(metrics)
@@ -265,6 +274,7 @@ class Checkpointer:
             return self._saver.stand_by(self.step_count, CommitResult(self._tiers.shared_memory, ""))
         handle = self._saver.begin(self.step_count, metrics or {}, self._meter)
         self._saved_step = self.step_count
+        keep_until(handle.committed, self)
         self._losses.begun(handle, self._saver.num_bytes)
         self._schedule.saved(self.step_count, self._saver.pace)
         # With a preemption notice there is no time to wait.
@@ -441,6 +451,13 @@ class Checkpointer:
             is_safe = True
         finally:
             self._end(keep_buffers=not is_safe)
+
+    def _at_exit(self, has_failed: bool) -> None:
+        """Closes what its script has left open."""
+        if has_failed and not self._closed:
+            self._end(keep_buffers=True)
+        with contextlib.suppress(CheckpointError):  # which the writer has logged
+            self.close()
 
     def _end(self, *, keep_buffers: bool) -> None:
         self._closed = True

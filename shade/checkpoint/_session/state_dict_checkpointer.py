@@ -88,6 +88,10 @@ class StateDictState(AppState):
         return set()
 
     @override
+    def left_out(self, tree: Any) -> list[str]:
+        return []
+
+    @override
     def load(
         self,
         tree: Any,

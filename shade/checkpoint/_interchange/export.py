@@ -196,6 +196,8 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise CorruptCheckpointError(f"{path} is not a sound safetensors file: {error}") from error
 
 
+STAND_IN: Final = "%deepspeed"
+"""Key of a dict that stands for an object of DeepSpeed's, whose fields or whose value are beside it."""
 _OURS: Final = "shade"
 _TREE: Final = "shade.tree"
 _KNOWN: Final[dict[tuple[str, str], Any]] = {
@@ -445,7 +447,7 @@ def plain(state: Any) -> Any:
 
     Returns:
         Arrays as tensors (of strings: lists), array scalars as numbers, dates as text, deques as lists, frozensets as
-        sets, defaultdicts as dicts; all else unchanged. A tensor that is a part of a larger storage is copied, because
+        sets, defaultdicts as dicts, DeepSpeed's enums as their values; all else unchanged. A tensor that is a part of a larger storage is copied, because
         `torch.save` would write all of that; tensors that were one object stay one.
     """
     return _plain(state, {})
@@ -463,6 +465,8 @@ def _plain(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
             copies[same] = state.detach().clone()
         return copies[same]
     if isinstance(state, Mapping):
+        if STAND_IN in state and not isinstance(state.get("fields"), Mapping):
+            return _plain(state.get("fields"), copies)
         made: dict[Any, Any] = kind() if kind in (OrderedDict, Counter) else {}
         for key, value in state.items():
             made[_plain(key, copies)] = _plain(value, copies)

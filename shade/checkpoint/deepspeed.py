@@ -8,10 +8,11 @@
     engine.load_checkpoint("/mnt/runs/bert")
 
 The states that each rank passes for a tag become one snapshot, committed completely or not at all. At each path lies a
-small note that names the snapshot, by a random number that is in both: a copied note, and one of another folder or tag
-whose step has the same number, name their own. So DeepSpeed's own search for files works. The strategy decides how far a save has
-come when `save_checkpoint` returns: ``mlc-base``: committed; ``sync``: durable; ``copy``: copied and in progress. Then
-``latest`` may name a snapshot that never came to exist, which loading reports. Nothing is pickled. Decision 0030.
+small note that names the snapshot, so DeepSpeed's own search for files works. A random number is in both, so that a
+copied note, and one of another folder or tag whose step has the same number, name their own. The strategy decides how
+far a save has come when `save_checkpoint` returns: ``mlc-base``: committed; ``sync``: durable; ``copy``: copied and in
+progress. Then ``latest`` may name a snapshot that never came to exist, which loading reports. Nothing is pickled.
+Decision 0030.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ _NATIVE: Final[Mapping[str, str]] = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-"""Types that a snapshot stores as bytes, and a file of safetensors by their names: others would read codes as numbers."""
+"""Types that a snapshot stores as bytes, and a safetensors file by their names: others would read codes as numbers."""
 _ALIGNMENT: Final = 8
 
 
@@ -447,8 +447,8 @@ def plain(state: Any) -> Any:
 
     Returns:
         Arrays as tensors (of strings: lists), array scalars as numbers, dates as text, deques as lists, frozensets as
-        sets, defaultdicts as dicts, DeepSpeed's enums as their values; all else unchanged. A tensor that is a part of a larger storage is copied, because
-        `torch.save` would write all of that; tensors that were one object stay one.
+        sets, defaultdicts as dicts, DeepSpeed's enums as their values; all else unchanged. A tensor that is a part of a
+        larger storage is copied, because `torch.save` would write all of that; tensors that were one object stay one.
     """
     return _plain(state, {})
 

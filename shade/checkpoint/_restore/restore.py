@@ -19,19 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+
 from shade.checkpoint._buffer.copy_and_compare import copy_bytes
-from shade.checkpoint._capture.app_state import (
-    AppState,
+from shade.checkpoint._capture.app_state import AppState, refused
+from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
+from shade.checkpoint._capture.module_state import (
     check_module,
-    kind_of,
+    loads_all_plainly,
     own_ways,
     plain_name,
-    refused,
     renamed,
     unwrapped,
-    way_back,
+    way_back_of,
 )
-from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
 from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, ShardDecoder, Snapshot, SnapshotSource
@@ -506,7 +506,7 @@ def load_module(
     check_module(name, own, whole, ways)
     fits._metadata = getattr(saved, "_metadata", {})  # type: ignore[attr-defined]
     # Parts that load themselves may refuse what they get, after others have been loaded.
-    put_back = way_back(target) if kind_of(target) is object else lambda: None
+    put_back = (lambda: None) if loads_all_plainly(target) else way_back_of(target)
     try:
         found = target.load_state_dict(fits, strict=strict)
     except Exception as error:

@@ -24,7 +24,7 @@ _process: int | None = None
 
 
 def end_at_exit(ending: Callable[[bool], None]) -> None:
-    """Calls a method when this process ends, if its object still exists then, with whether an exception has ended it."""
+    """Calls a method when this process ends, if its object exists then, with whether an exception has ended it."""
     global _process
     if _process != os.getpid():
         _process = os.getpid()

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shade.checkpoint._capture.app_state import AppState, renamed
+from shade.checkpoint._capture.app_state import AppState
+from shade.checkpoint._capture.module_state import renamed
 from shade.data import ShadeSampler
 from shade.errors import ConfigError, StateMismatchError
 from tests.support.launching import same_state

@@ -477,6 +477,7 @@ class _Unflattener:
 
     def wrapper(self, content: Any, depth: int) -> Any:
         module, name, names, nodes, context, shape, strides = _list(content, 7)
+        _expect([module, name], type(module) is type(name) is str, "a module and a class")
         kind = _wrapper_class(module, name)
         if kind is None:
             raise StateMismatchError.of(

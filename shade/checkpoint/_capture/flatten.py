@@ -88,6 +88,7 @@ def flatten(
     is_own: Callable[[str], bool] | None = None,
     tied: dict[str, torch.Tensor] | None = None,
     escapes: bool = True,
+    is_plain: bool = False,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Flattens a state tree.
 
@@ -98,6 +99,7 @@ def flatten(
         is_own: Whether the tensor at a path is this rank's own and not the same on every rank; by default none is.
         tied: Receives the tensors that are entered under another name already, by the name that they would have alone.
         escapes: Whether names keep to what a snapshot may have: see `escape`.
+        is_plain: Whether each tensor is one of bytes alone: in no order of dimensions, and made of no others.
 
     Returns:
         The skeleton, ready for JSON, and the tensors by name: references, of types that `SPELLINGS` has.
@@ -105,7 +107,7 @@ def flatten(
     Raises:
         ConfigError: A part of it is of another type, or contains itself; the message names its path.
     """
-    flattener = _Flattener(rank, is_own, escapes=escapes)
+    flattener = _Flattener(rank, is_own, escapes=escapes, is_plain=is_plain)
     skeleton = flattener.flatten(state, "", 0)
     if tied is not None:
         tied.update({name: tensor for name, tensor in flattener.tied.items() if name not in flattener.tensors})
@@ -122,10 +124,10 @@ def escape(key: str) -> str:
 class _Flattener:
     """One pass over a state; see `flatten`."""
 
-    def __init__(self, rank: int, is_own: Callable[[str], bool] | None, *, escapes: bool) -> None:
+    def __init__(self, rank: int, is_own: Callable[[str], bool] | None, *, escapes: bool, is_plain: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.tied: dict[str, torch.Tensor] = {}
-        self._rank, self._is_own = rank, is_own
+        self._rank, self._is_own, self._is_plain = rank, is_own, is_plain
         self._name = _segment if escapes else _encodable
         self._names: dict[tuple[Any, ...], str] = {}
         self._open: set[int] = set()
@@ -153,7 +155,8 @@ class _Flattener:
         leaf = self._leaves.get(kind)
         if leaf is not None:
             return leaf(value, path)
-        is_wrapper = _is_wrapper(kind) and not value.is_nested  # whose shape is none of numbers
+        # A nested tensor's shape is none of numbers.
+        is_wrapper = _is_wrapper(kind) and not (self._is_plain or value.is_nested)
         container = self._wrapper if is_wrapper else self._containers.get(kind)
         if container is None:
             return _scalar(value, path)
@@ -231,7 +234,7 @@ class _Flattener:
     # ── leaves ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
-        order = _order(value)
+        order = None if self._is_plain else _order(value)
         node = self._dense(value, path)
         return node if order is None else {"ordered": [order, node]}
 

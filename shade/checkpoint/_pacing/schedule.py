@@ -119,13 +119,13 @@ class Schedule:
         """Looks at the clock after a step, on every rank: a save that is late comes earlier than planned."""
         if self._seconds is None or self._has_announced or self._clock() - self._saved_at < self._seconds:
             return
-        target: int | None = step if self._board is None else None
+        target: int | None = step
         if self._board is not None:
-            name = f"save-{self._num_saves}"
+            name, target = f"save-{self._num_saves}", None
             with contextlib.suppress(RuntimeError):  # the process that holds the board has ended
-                target = step + DRIFT_STEPS if self._rank == 0 else self._board.read(name)
                 if self._rank == 0:
-                    self._board.write(name, target)
+                    self._board.write(name, step + DRIFT_STEPS)
+                target = self._board.read(name)
         if target is not None:
             self._next, self._has_announced = min(self._next, target), True
 

@@ -102,6 +102,16 @@ class SampleCache:
         self.__dict__.update(state)
         self._per_process(-1)
 
+    def enter_rank(self, payload_bytes_N: npt.NDArray[np.int64]) -> None:
+        """Prepares a training process that got the cache from another one, with nothing planned or counted yet."""
+        self.residency = ResidencyMap(len(payload_bytes_N))
+        self.slots = EntryNames(self.keys.namespace, self.residency)
+        self._capacity = Capacity(self.capacity_bytes, self.residency)
+        self._size_bytes_N = self.entry_bytes(payload_bytes_N)
+        self._per_process(-1)
+        if self.disk is not None:
+            self.disk.enter_rank(payload_bytes_N)
+
     def enter_worker(self, worker: int) -> None:
         """Prepares the process that fetches, before each of its batches; cheap if nothing changed.
 

@@ -7,7 +7,8 @@ they raise `CorruptEntryError`.
 
 Invariant: ``decode(encode(item)) == item``, dtypes and containers included. `encode` refuses what cannot keep that
 promise: subclasses of tensors (but torchvision's `Image`, `Mask` and `Video`), arrays and containers, sparse and
-quantised tensors, structured arrays. Of a PIL image it keeps pixels, palette and transparency, not the file's metadata.
+quantised tensors, structured arrays. Of a PIL image it keeps pixels, palette and transparency, not the file's metadata;
+an array that is mapped from a file comes back as an ordinary one.
 
 `collated` copies a batch's buffers straight from the payloads into the batch. Invariant: it returns what
 ``default_collate`` makes of the decoded items, or None.
@@ -117,7 +118,7 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
         return {"tensor": [name, list(item.shape)]}
     if _TV_TENSORS.get(kind.__name__) is kind:
         return {"tv_tensor": [kind.__name__, _flatten(item.as_subclass(torch.Tensor), buffers)]}
-    if kind is np.ndarray and item.dtype.kind in _ARRAY_KINDS:
+    if kind in (np.ndarray, np.memmap) and item.dtype.kind in _ARRAY_KINDS:
         buffers.append(item.tobytes())
         return {"array": [item.dtype.str, list(item.shape)]}
     if isinstance(item, np.generic) and item.dtype.kind in _ARRAY_KINDS:

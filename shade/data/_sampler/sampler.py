@@ -94,6 +94,8 @@ class ShadeSampler(DistributedSampler[int]):
         self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
         self.global_batch = batch_size * self.num_replicas
         check_wrapping(dataset)
+        if hasattr(dataset, "enter_rank"):
+            dataset.enter_rank()
         made, options = chosen_mode(
             mode,
             self.num_samples,

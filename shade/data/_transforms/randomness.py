@@ -52,14 +52,18 @@ def generator_states() -> dict[str, bytes]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Restores the states of torch's, numpy's and Python's global generators afterwards."""
+    """Restores the states of torch's (the current CUDA device's, too), numpy's and Python's global generators
+    afterwards."""
     before = default_generator.get_state(), np.random.get_state(), random.getstate()
+    on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         default_generator.set_state(before[0])
         np.random.set_state(before[1])
         random.setstate(before[2])
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device)
 
 
 class BatchGenerators:

@@ -359,15 +359,6 @@ class ShadeDataset(Dataset[Any]):
         """
         return {} if self.forecast is None else self.forecast.check(self._cached_format, counts)
 
-    def enter_rank(self) -> None:
-        """Gives this process a plan, counters and generators of its own, if the data set was made in another one and
-        handed over, as an argument of ``mp.spawn`` is."""
-        if self._pid == os.getpid():
-            return
-        self._pid, self._reader.generators = os.getpid(), BatchGenerators()
-        if self.cache is not None:
-            self.cache.enter_rank(self._source.payload_bytes_N)
-
     def close(self) -> None:
         """Closes the cache (and a private server) and the access log. Safe to call twice."""
         self._readers.close()

@@ -310,16 +310,20 @@ class ItemSource(SampleSource):
 
     def _probe(self, indices: list[int], *, may_fail: bool = False) -> list[bytes]:
         # `on_bad_sample` decides about items that cannot be read when their turn comes.
-        payloads = []
+        payloads = list[bytes]()
+        failure: Exception | None = None
         for index, item in zip(indices, self._items(indices), strict=True):
             if isinstance(item, Exception):
                 failure = item
             elif self._is_kept:
                 payloads.append(self._encoded(index, item))
             else:
+                self._check_item(index, item)
                 with suppress(ConfigError):
                     payloads.append(self._encoded(index, item))
-        if not payloads and not may_fail and self._is_kept:
+        # Without a cache samples may have other keys than numbers.
+        may_fail |= not self._is_kept and (failure is None or isinstance(failure, (TypeError, KeyError)))
+        if not payloads and not may_fail:
             raise DataError.of(
                 "a readable sample", f"{type(failure).__name__}: {failure}", f"all of {len(indices)} probed are not"
             ) from failure

@@ -94,8 +94,6 @@ class ShadeSampler(DistributedSampler[int]):
         self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
         self.global_batch = batch_size * self.num_replicas
         check_wrapping(dataset)
-        if hasattr(dataset, "enter_rank"):
-            dataset.enter_rank()
         made, options = chosen_mode(
             mode,
             self.num_samples,
@@ -125,6 +123,7 @@ class ShadeSampler(DistributedSampler[int]):
         """For the training thread; the merger's thread has its own."""
         self._planner: CachePlanner | None = None
         if cache is not None:
+            cache.enter_rank(dataset.source.payload_bytes_N)
             self._planner = CachePlanner(
                 cache,
                 getattr(dataset, "policy", None) or made.default_policy,

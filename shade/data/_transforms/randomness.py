@@ -9,6 +9,7 @@ It does nothing until `BatchGenerators.follow` sets the epoch, as `TrainSession`
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,12 +71,17 @@ class BatchGenerators:
     """The generators of one data set's transforms; pickles into workers and stays connected."""
 
     def __init__(self) -> None:
+        self._share()
+
+    def _share(self) -> None:
         # In shared memory, so that workers that outlive the epoch see it change.
-        self._seed = torch.zeros(1, dtype=torch.int64)
+        self._pid, self._seed = os.getpid(), torch.zeros(1, dtype=torch.int64)
         self._seed.share_memory_()  # type: ignore[no-untyped-call]
 
     def follow(self, seed: int, epoch: int) -> None:
-        """Sets the epoch, from the next batch on."""
+        """Sets the epoch, from the next batch on, in this process and in workers that it starts."""
+        if self._pid != os.getpid():  # a rank that got the data set from another process
+            self._share()
         # 63 bits fit into an int64; 0 is `_SILENT`.
         self._seed[0] = xxhash.xxh3_64_intdigest(np.array([seed, epoch], dtype=np.int64).tobytes()) >> 1 or 1
 

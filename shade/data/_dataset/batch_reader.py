@@ -28,6 +28,7 @@ from shade.cache.cache import SampleCache
 from shade.data._dataset import item_codec
 from shade.data._dataset.content import fingerprints_in, innermost_transform
 from shade.data._dataset.source import (
+    FreshItem,
     ItemSource,
     PreparedSource,
     SampleSource,
@@ -347,7 +348,7 @@ class BatchReader:
         parts = None
         if self._source.has_encoded_items and not has_transforms:
             begun = time.perf_counter_ns()
-            parts = item_codec.collated(payloads, indices)
+            parts = item_codec.collated(payloads, indices) if self._fresh(payloads) is None else None
             if parts is not None:
                 self.count_time(time.perf_counter_ns() - begun, 0)
         return [CollatedBatch(default_collate(self.finish(indices, payloads, seed)) if parts is None else parts)]
@@ -370,7 +371,9 @@ class BatchReader:
         clock = time.perf_counter_ns
         decoding = transforming = 0
         batch, begun = [], clock()
-        items = item_codec.decoded_many(payloads) if self._source.has_encoded_items else None
+        items = self._fresh(payloads)
+        if items is None and self._source.has_encoded_items:
+            items = item_codec.decoded_many(payloads)
         decoding += clock() - begun
         for place, (index, payload) in enumerate(zip(indices, payloads, strict=True)):
             begun = clock()
@@ -393,6 +396,12 @@ class BatchReader:
             transforming += clock() - decoded
         self.count_time(decoding, transforming)
         return batch
+
+    def _fresh(self, payloads: Sequence[Any]) -> list[Any] | None:
+        """Returns the items of a batch that was just read, if nothing of ours may change them and each is there once."""
+        if self.transforms.samples or self.transforms.targets or not all(type(each) is FreshItem for each in payloads):
+            return None
+        return [each.item for each in payloads] if len(set(map(id, payloads))) == len(payloads) else None
 
     def count_time(self, decoding: int, transforming: int) -> None:
         """Adds nanoseconds to the ledger, if there is a cache."""

@@ -281,6 +281,9 @@ class ItemSource(SampleSource):
         digest = xxhash.xxh3_64(kind_of(dataset).encode())
         self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
         self.has_encoded_items = decode_item is item_codec.decode
+        self._makes_items = not (
+            getattr(getattr(dataset, "__getitems__", None), "__module__", None) or "torch."
+        ).startswith("torch.")
         self._is_kept = is_cached or encode is not item_codec.encode or decode_item is not item_codec.decode
         num_samples = len(dataset)
         # Else the fingerprint covers every item, or none.
@@ -386,6 +389,9 @@ class ItemSource(SampleSource):
             item if isinstance(item, Exception) else self._encoded(index, item)
             for index, item in zip(indices, items, strict=True)
         ]
+        if self._makes_items and self.has_encoded_items:
+            pairs = zip(payloads, items, strict=True)
+            payloads = [each if isinstance(each, Exception) else FreshItem.of(each, item) for each, item in pairs]
         read = [payload for payload in payloads if not isinstance(payload, Exception)]
         count(len(read), sum(map(len, read)))
         return payloads
@@ -408,6 +414,19 @@ class ItemSource(SampleSource):
     @override
     def close(self) -> None:
         pass
+
+
+class FreshItem(bytes):
+    """An encoded item of a data set that makes the items of each batch anew, with the item."""
+
+    item: Any
+
+    @classmethod
+    def of(cls, payload: bytes, item: Any) -> FreshItem:
+        """Returns the payload with its item."""
+        found = cls(payload)
+        found.item = item
+        return found
 
 
 class _Uncached(NamedTuple):

@@ -128,6 +128,7 @@ class ShadeSampler(DistributedSampler[int]):
         self._merger = ScoreMerger(ImportanceTable(self.num_samples, score, made.default_score), batch_size)
         self._planner: CachePlanner | None = None
         if cache is not None:
+            cache.enter_rank(dataset.source.payload_bytes_N)
             self._planner = CachePlanner(
                 cache,
                 getattr(dataset, "policy", None) or made.default_policy,

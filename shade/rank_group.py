@@ -5,7 +5,7 @@ Each user has a group of its own where it talks on a thread of its own. Messages
 bytes from a network are unpickled.
 
 Every wait ends: with the answer, or after ``timeout_seconds`` with a `PeerLostError` that names what was waited for.
-After the first failure every later call fails with the same message.
+After the first failure every later call fails with the same message. A script that ends waits for threads that wait.
 
 Price: W² connections, and about three threads and seven descriptors in each process, until `RankGroup.close`.
 
@@ -17,11 +17,14 @@ Legend: W world · N fields.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -158,7 +161,8 @@ class GlooGroup(RankGroup):
     def _wait(self, what: str, begin: Callable[[], Any]) -> None:
         if self._lost is None:
             try:
-                begin().wait(self._timeout)
+                with waiting():
+                    begin().wait(self._timeout)
                 return
             except (RuntimeError, ValueError) as error:
                 # Later calls fail, too, because an answer that comes late must not be taken for the next one.
@@ -220,6 +224,9 @@ def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tup
     distributed = dist.is_available() and dist.is_initialized()
     # torch.distributed says what the caller does not.
     num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
+    if rank is None and num_replicas > 1 and not distributed:
+        cure = "give both or none; the second argument is num_replicas, as in DistributedSampler, not a batch size"
+        raise ConfigError.of(f"a rank beside num_replicas={num_replicas}", None, cure)
     rank = (dist.get_rank() if distributed else 0) if rank is None else rank
     if not 0 <= rank < num_replicas:
         cure = "ranks count from 0 (-nr 0 … n-1)"
@@ -227,6 +234,41 @@ def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tup
     if batch_size < 1:
         raise ConfigError.of("batch_size ≥ 1", batch_size, "pass the DataLoader's batch_size")
     return num_replicas, rank, distributed
+
+
+# ── the end of a script that has closed nothing ──────────────────────────────────────────────────────────────────────
+
+_END_SECONDS = 5.0
+"""How long a script that ends waits for threads inside a collective. They take longer only if a rank is gone."""
+_waiting: set[object] = set()
+_ends = False
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Surrounds a wait for other ranks. Raises RuntimeError if the interpreter ends."""
+    # A thread that is inside a collective when the interpreter ends is unwound by force, which aborts the process.
+    if _ends and threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("the script has ended")
+    mine = object()
+    _waiting.add(mine)
+    try:
+        yield
+    finally:
+        _waiting.discard(mine)
+
+
+@atexit.register
+def _wait_for_waiting() -> None:
+    global _ends
+    _ends = True
+    until = time.monotonic() + _END_SECONDS
+    while _waiting and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+# A child has none of the threads.
+os.register_at_fork(after_in_child=_waiting.clear)
 
 
 # ── PyTorch's groups ──────────────────────────────────────────────────────────────────────────────────────────────────

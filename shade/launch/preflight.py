@@ -23,7 +23,7 @@ from shade.checkpoint._pacing.schedule import Schedule
 from shade.checkpoint._tiers import identity
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
-from shade.config import RunConfig
+from shade.config import HAS_SNAPSHOTS, RunConfig
 from shade.errors import ConfigError, DataError, ShadeError, StorageError, StoreUnavailableError, shown_place
 from shade.launch.resolve import StoreURLs
 from shade.policy import POLICIES
@@ -213,8 +213,9 @@ def _images(folder: str) -> Iterator[str]:
 
 
 def check_snapshots(config: RunConfig, checkpoint_url: str | None) -> None:
-    """Checks that snapshots can be kept as asked, and with ``--resume`` that there is one; raises ConfigError if not,
-    and StoreAuthError if the store (its URL includes the password) refuses the credentials."""
+    """Checks that snapshots can be kept as asked, and with ``--resume`` that there is one, unless the run has come to
+    none; raises ConfigError if not, and StoreAuthError if the store (its URL includes the password) refuses the
+    credentials."""
     if config.checkpoint_every is not None:
         Schedule(config.checkpoint_every)
     Keep.parse(config.checkpoint_keep)
@@ -228,9 +229,15 @@ def check_snapshots(config: RunConfig, checkpoint_url: str | None) -> None:
         _check_store(checkpoint_url)
     if config.persist is not None:
         _check_storage(config.persist)
-    if config.resume and not has_snapshots(config, checkpoint_url):
+    if config.resume and _has_begun(Path(config.out)) and not has_snapshots(config, checkpoint_url):
         locations = ", ".join(filter(None, (config.checkpoint, shown_place(config.persist_to or ""))))
         raise ConfigError.of("a checkpoint to resume from", f"none of run {config.run} in {locations}", _RESUME_CURE)
+
+
+def _has_begun(out: Path) -> bool:
+    """Returns whether a run has saved a snapshot or measured an epoch, which must not be lost unnoticed."""
+    metrics = out / "metrics.jsonl"
+    return (out / HAS_SNAPSHOTS).exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _check_store(url: str) -> None:

@@ -210,6 +210,10 @@ class TestList:
         code, out, _ = shade(capsys, "show", "10", "--persist", folder, "--json")
         assert code == 0
         assert "model/weight" in json.loads(out)["manifests"][0]["tensors"]
+        assert (
+            shade(capsys, "show", "newest", "--persist", folder)[:2]
+            == shade(capsys, "show", "10", "--persist", folder)[:2]
+        )
         code, out, err = shade(capsys, "show", "11", "--persist", folder)
         assert (code, out) == (1, "")
         assert "there are: 10" in err

@@ -265,7 +265,7 @@ class SharedMemoryTier(Tier):
     # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @override
-    def held(self) -> Mapping[str, Commit]:
+    def held(self, known: Mapping[str, Commit] | None = None) -> Mapping[str, Commit]:
         damaged: list[str] = []
         found = own_records(self.folder, self.run, damaged)
         self.damaged = damaged

@@ -11,10 +11,14 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shade.checkpoint._buffer.copy_and_compare import Comparison, prepare
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
@@ -71,6 +75,9 @@ class Saver:
         self._specs: dict[str, TensorSpec] = {}
         """What the layout was made for."""
         self._is_copying = False
+        self._copied: set[int] = set()
+        """Where the memory begins that is being copied."""
+        self._step_hook: Any = None
         self._preparing: threading.Thread | None = None
 
     @property
@@ -98,7 +105,8 @@ class Saver:
         is_buffer_taken = False
         try:
             captured = self._app_state.capture(self._group.rank, self._group.world_size)
-            numbers, replica = _numbers(metrics), captured.replica(self._group.world_size)
+            numbers = _numbers(metrics)
+            replica = captured.replica(self._group.world_size, self.num_begun)
             layout = self._lay_out(captured)
             if self._make_room is not None:
                 self._make_room(layout.num_bytes)
@@ -125,7 +133,9 @@ class Saver:
             self._writer.send(SaveRequest(handle, sequence, saved_at, pace))
             raise
         self._is_copying = True
-        copied.add_done_callback(lambda done: _pass_on(done, handle.copied))
+        copied.add_done_callback(lambda done: self._pass_on(done, handle.copied))
+        if not copied.done():
+            self._guard(captured)
         if stream_hash is not None:
             end = stream_hash.end
             handle.copied.add_done_callback(lambda _: end())
@@ -187,6 +197,28 @@ class Saver:
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _guard(self, captured: CapturedState) -> None:
+        """Makes every optimizer that would change what is being copied wait for the copy, attached or not."""
+        # A fused optimizer does not count its changes, and may change a bit in few words only: no check would see it.
+        self._copied = {0, *map(_storage_of, captured.tensors.values())}
+        if self._step_hook is None:
+            this = weakref.ref(self)
+            self._step_hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _wait_before(this(), optimizer))
+
+    def is_copying(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a copy is under way of what an optimizer's step changes."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return self._is_copying and any(_storage_of(param) in self._copied for param in params)
+
+    def _pass_on(self, done: Future[None], to: Future[None]) -> None:
+        error = done.exception()
+        if isinstance(error, TornSnapshotError):
+            self._app_state.note_torn()
+        if error is None:
+            to.set_result(None)
+        else:
+            to.set_exception(error)
 
     def wait_copy_complete(self) -> None:
         """Returns when the state may change again; raises a TornSnapshotError if it has changed already."""
@@ -276,6 +308,8 @@ class Saver:
         """Returns when every save is committed or has failed, and ends the threads. Safe to call twice."""
         if self._preparing is not None:
             self._preparing.join()
+        if self._step_hook is not None:
+            self._step_hook.remove()
         self._strategy.close()
         self._writer.close()
 
@@ -338,12 +372,14 @@ class WaitPolicy:
             logger.warning("training continues before step %d is durable: %s", handle.step, error)
 
 
-def _pass_on(done: Future[None], to: Future[None]) -> None:
-    error = done.exception()
-    if error is None:
-        to.set_result(None)
-    else:
-        to.set_exception(error)
+def _wait_before(saver: Saver | None, optimizer: torch.optim.Optimizer) -> None:
+    if saver is not None and saver.is_copying(optimizer):
+        saver.before_step()
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Returns where the memory begins that a tensor is a view of; 0 if it is made of others."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

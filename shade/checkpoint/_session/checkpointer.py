@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shade.checkpoint._capture.app_state import AppState
+from shade.checkpoint._capture.app_state import AppState, steppers
 from shade.checkpoint._capture.flatten import part_of, unflatten
 from shade.checkpoint._codecs.delta import memory_slots
 from shade.checkpoint._pacing.batching import Batching
@@ -32,6 +32,7 @@ from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveH
 from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
 from shade.checkpoint._save.save import Saver, WaitPolicy
 from shade.checkpoint._save.save_calls import SaveCalls
+from shade.checkpoint._session.at_exit import end_at_exit, keep_until
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers, open_to_read
 from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
@@ -113,7 +114,10 @@ class Checkpointer:
         self._config = config = self._strategy.config.agreed(
             every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
         )
-        self._schedule, self._meter = Schedule(config.every, config.in_flight), PaceMeter()
+        world_size = 1 if first_rank_saves else self._group.world_size
+        board = None if world_size == 1 else open_deadline_store(self._group.rank, world_size)
+        self._schedule = Schedule(config.every, config.in_flight, board, self._group.rank)
+        self._meter = PaceMeter()
         self._app_state = self._new_app_state(replicated)
         self._save_groups: list[RankGroup] = [SingleProcessGroup() if first_rank_saves else self._group]
         self._save_groups += [
@@ -184,6 +188,7 @@ class Checkpointer:
         """Whether an attached optimizer has begun a step that `step` has not counted yet."""
         self.step_count = 0
         """Optimizer steps done in the whole run: `step` counts, `restore` sets."""
+        end_at_exit(self._at_exit)
 
     def _check_open(self, what: str) -> None:
         if self._closed:
@@ -227,7 +232,12 @@ class Checkpointer:
             ConfigError: One has no state, or a name is taken.
         """
         self._app_state.attach(objects)
-        optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
+        optimizers = [
+            each
+            for target in objects.values()
+            if isinstance(target, torch.optim.Optimizer)
+            for each in steppers(target)
+        ]
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
         modules = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
@@ -253,11 +263,13 @@ class Checkpointer:
         self._meter.step(time.monotonic(), busy=self._saver.is_busy)
         self.step_count += 1
         self._has_changed = False
+        self._app_state.count_step()
         if self._deadline is not None and self._deadline.at_step():
             return True
         if not self._saves:
             return False
         self._saver.warm_up()
+        self._schedule.look(self.step_count)
         if not self._schedule.is_due(self.step_count):
             return False
         self.save(metrics)
@@ -282,6 +294,7 @@ class Checkpointer:
             return self._saver.stand_by(self.step_count, CommitResult(self._tiers.shared_memory, ""))
         handle = self._saver.begin(self.step_count, metrics or {}, self._meter)
         self._saved_step = self.step_count
+        keep_until(handle.committed, self)
         self._losses.begun(handle, self._saver.num_bytes)
         self._schedule.saved(self.step_count, self._saver.pace)
         # With a preemption notice there is no time to wait.
@@ -463,6 +476,13 @@ class Checkpointer:
             is_safe = True
         finally:
             self._end(keep_buffers=not is_safe)
+
+    def _at_exit(self, has_failed: bool) -> None:
+        """Closes what its script has left open."""
+        if has_failed and not self._closed:
+            self._end(keep_buffers=True)
+        with contextlib.suppress(CheckpointError):  # which the writer has logged
+            self.close()
 
     def _end(self, *, keep_buffers: bool) -> None:
         self._closed = True

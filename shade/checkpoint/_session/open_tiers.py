@@ -27,7 +27,15 @@ from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.run_lock import RunLock
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Tier
-from shade.errors import CheckpointError, ConfigError, ShadeError, StorageError, StoreError, StoreUnavailableError
+from shade.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    ShadeError,
+    StorageError,
+    StoreError,
+    StoreUnavailableError,
+)
 from shade.rank_group import RankGroup
 from shade.storage import Volume, open_volume
 from shade.store import Store, open_store
@@ -35,6 +43,9 @@ from shade.store import Store, open_store
 STORE_TIMEOUT_SECONDS = 5.0
 """Longest wait for the next bytes: a snapshot can wait longer than a batch of samples."""
 POLL_SECONDS = 0.02
+_MEND_SECONDS = 1.0
+"""Time between two looks whether a snapshot that is not durable yet is damaged."""
+_MEND_TRIES = 5
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -57,6 +68,7 @@ class Tiers:
     ) -> None:
         self.shared_memory, self.memory, self.storage = shared_memory, memory, storage
         self.locations = locations
+        self._known: dict[str, Commit] = {}
         self._keep, self._is_first, self._run_lock, self._resources = keep, is_first, run_lock, resources
         self.reader = Reader([tier for tier in (shared_memory, memory, storage) if tier is not None])
 
@@ -82,7 +94,8 @@ class Tiers:
             self.shared_memory.note_elsewhere(result.sequence)
         if self.storage is not None and result.tier is self.storage and self._is_first:
             try:
-                retire(self.storage, self._keep, self._pending)
+                # Beside cluster memory, its flusher writes here too.
+                retire(self.storage, self._keep, self._pending, self._known if self.memory is None else None)
             except StorageError as error:
                 logger.warning("old snapshots stay in storage: %s", error)
 
@@ -111,7 +124,19 @@ class Tiers:
     def wait_durable(self, result: CommitResult, step: int, timeout_seconds: float | None) -> None:
         """Returns when a save of that step is in storage; a CheckpointError if it is late (None: never), or lost."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        next_look, num_failed = time.monotonic() + _MEND_SECONDS, 0
         while not self.is_durable(result):
+            if time.monotonic() > next_look:
+                failure = self._mend(result)
+                num_failed = 0 if failure is None else num_failed + 1
+                # Another rank may have what this one lacks.
+                if num_failed == _MEND_TRIES:
+                    raise CheckpointError.of(
+                        f"step {step} to stay whole in {result.tier.name} until it is durable",
+                        failure,
+                        "save again; replicas outlive the loss of one server",
+                    )
+                next_look = time.monotonic() + _MEND_SECONDS
             if self._is_lost(result):
                 raise CheckpointError.of(
                     f"step {step} to stay in {result.tier.name} until it is durable",
@@ -125,6 +150,22 @@ class Tiers:
                     "see whether its flusher runs (shade checkpoint list)",
                 )
             time.sleep(POLL_SECONDS)
+
+    def _mend(self, result: CommitResult) -> str | None:
+        """Repairs, from shared memory, a save that its flusher has found damaged; returns why not where that fails."""
+        assert self.memory is not None
+        try:
+            if not self.memory.is_damaged(result.location):
+                return None
+            for snapshot in self.reader.snapshots():
+                if any((each.tier, each.location) == (self.memory, result.location) for each in snapshot.sources):
+                    damages = self.reader.examine(snapshot)
+                    self.reader.repair(snapshot, [each for each in damages if each.source.tier is self.memory])
+        except CorruptCheckpointError as error:
+            return str(error)
+        except (StoreError, StorageError):  # which may answer again
+            pass
+        return None
 
     def _is_lost(self, result: CommitResult) -> bool:
         assert self.memory is not None
@@ -277,7 +318,7 @@ def _volume(url: str | os.PathLike[str]) -> Volume:
         volume.ping()
     except StorageError as error:
         volume.close()
-        cure = "make it writable, or name another --persist; load_weights reads what cannot be written"
+        cure = "make it writable, or name another place; load_weights reads what cannot be written"
         raise ConfigError.of("storage that can be written", f"{volume.url}: {error}", cure) from error
     return volume
 

@@ -57,15 +57,30 @@ class Locations:
         self.is_partial |= bool(self.reader.unreachable)
         return found
 
-    def of_step(self, step: int) -> Snapshot | None:
-        """Returns the newest snapshot of a step; if there is none, writes the known steps to standard error."""
+    def of_step(self, step: int | None) -> Snapshot | None:
+        """Returns the newest snapshot of a step, or of all; if there is none, writes the known steps to standard
+        error."""
         found = self.snapshots()
         for snapshot in found:
-            if snapshot.record.step == step:
+            if step in (None, snapshot.record.step):
                 return snapshot
         known = ", ".join(str(snapshot.record.step) for snapshot in found) or "none at all"
-        sys.stderr.write(f"no snapshot of step {step} of run {self.run}; there are: {known}\n")
+        wanted = "" if step is None else f" of step {step}"
+        sys.stderr.write(f"no snapshot{wanted} of run {self.run}; there are: {known}\n")
         return None
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that names a snapshot: a step, or None for the newest."""
+    parser.add_argument("step", type=_step, metavar="STEP", help="a step that shade checkpoint list shows, or newest")
+
+
+def _step(text: str) -> int | None:
+    if text == "newest":
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a step or newest, got {text!r}")
+    return int(text)
 
 
 def add_locations(parser: argparse.ArgumentParser) -> None:

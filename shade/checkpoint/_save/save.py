@@ -312,6 +312,7 @@ class Saver:
             self._step_hook.remove()
         self._strategy.close()
         self._writer.close()
+        self._calls.close()
 
 
 class WaitPolicy:

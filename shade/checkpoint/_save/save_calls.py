@@ -26,6 +26,10 @@ class SaveCalls:
         if group.world_size > 1:
             self._store = c10d.PrefixStore(f"shade/saves/{agreed_name(group)}", c10d._get_default_store())
 
+    def close(self) -> None:
+        """Lets go of the store, whose server a new group of this process may start anew."""
+        self._store = None
+
     def note(self, number: int, step: int) -> None:
         """Notes that this rank begins a save, the ``number``-th, of a step."""
         if self._store is not None:

@@ -32,6 +32,32 @@ for batch in BatchSampler(sampler, 2, drop_last=False):
     wait()
     sampler.report(torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8))
 """,
+    "GradientEngine": """
+from shade.gradient import GradientEngine
+from shade.gradient.optim import SparseSGD
+model = torch.nn.Linear(4000, 64)
+engine = GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), staleness=1)
+for _ in range(4):
+    wait()
+    model(torch.ones(2, 4000)).sum().backward()
+    engine.step()
+""",
+    "SparseState": """
+from shade.gradient import SparseState, sparse_hook
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4000, 64))
+model.register_comm_hook(SparseState(model), sparse_hook)
+for _ in range(4):
+    wait()
+    model(torch.ones(2, 4000)).sum().backward()
+""",
+    "LocalSGD": """
+from shade.gradient import LocalSGD
+model = torch.nn.Linear(400, 64)
+outer = LocalSGD(model, every=1)
+for _ in range(4):
+    wait()
+    outer.step()
+""",
 }
 PREPARED = """
 import time, torch, torch.distributed as dist
@@ -77,7 +103,9 @@ def test_what_a_script_saves_in_its_last_line_is_in_storage(end: str, width: int
     shutil.rmtree(own_folder(run), ignore_errors=True)
 
 
-@pytest.mark.parametrize("sampler", LOOP)
+@pytest.mark.parametrize(
+    "sampler", [pytest.param(name, marks=[pytest.mark.slow] if "Sampler" not in name else []) for name in LOOP]
+)
 def test_a_loop_on_two_ranks_that_closes_nothing(sampler: str, tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(f"{PREPARED}{LOOP[sampler]}print('trained', flush=True)\n")

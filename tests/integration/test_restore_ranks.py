@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from shade.checkpoint import Checkpointer, StateDictCheckpointer, load_weights
 from shade.checkpoint._format.manifest import CHUNK_BYTES
 from shade.checkpoint.dcp import ShadeReader, ShadeWriter
-from shade.errors import ConfigError, StateMismatchError
+from shade.errors import CheckpointError, ConfigError, StateMismatchError
 from tests.differential.checkpoint_checks import difference
 from tests.differential.checkpoint_processes import Say, in_processes
 from tests.support.counted_reads import counted_reads
@@ -244,3 +244,40 @@ def test_a_rank_of_a_sharded_job_reads_its_part_and_little_else(num_ranks: int, 
     # are the first and the last, are read by all.
     assert num_bytes < sum(read for read, _ in said)
     assert all(read <= own + (num_ranks - 1) * 2 * CHUNK_BYTES for read, own in said)
+
+
+def test_storage_on_one_rank_alone_is_refused_on_both(tmp_path: Path) -> None:
+    def begin(rank: int, say: Say) -> None:
+        folder = None if rank else tmp_path / "storage"
+        with pytest.raises(ConfigError, match="the same persist_to on every rank") as refused:
+            Checkpointer(persist_to=folder, run=f"ranks-{tmp_path.name}")
+        say(str(refused.value))
+
+    assert len(set(in_processes(2, begin, tmp_path / "meeting"))) == 1
+
+
+@pytest.mark.parametrize("saving", [0, 1])
+def test_a_save_that_one_rank_leaves_out_fails_on_both_at_once(saving: int, tmp_path: Path) -> None:
+    def save(rank: int, say: Say) -> None:
+        things = build(0)
+        checkpointer = opened(tmp_path)
+        checkpointer.attach(**things)
+        checkpointer.step()
+        checkpointer.save()
+        if rank == saving:
+            checkpointer.step()
+            checkpointer.save()
+        dist.barrier()
+        if rank != saving:
+            checkpointer.step()  # to the step that the other rank has saved
+        with pytest.raises(CheckpointError, match=f"no save.. on rank {1 - saving}") as refused:
+            checkpointer.wait_committed() if rank == saving else checkpointer.step()
+        with pytest.raises(CheckpointError):
+            checkpointer.close()
+        say(str(refused.value))
+        with opened(tmp_path) as again:
+            again.attach(**things)
+            assert again.restore_latest().step == 1
+
+    said = in_processes(2, save, tmp_path / "meeting")
+    assert said[saving] == f"rank {1 - saving}: {said[1 - saving]}"

@@ -39,7 +39,7 @@ from shade.checkpoint._capture.module_state import (
 )
 from shade.checkpoint._capture.stateful_loader import StatefulLoader
 from shade.errors import ConfigError, ShadeError, StateMismatchError
-from shade.types import Parted, Resumed, Stateful
+from shade.types import Parted, Resumed, Stateful, StepCounting
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -153,6 +153,7 @@ class AppState:
         self._replicated = replicated
         self._num_torn = 0
         self._objects: dict[str, Stateful] = {"random": RandomState()}
+        self._counting: list[StepCounting] = []
 
     def attach(self, objects: Mapping[str, Any]) -> None:
         """Adds objects by name; raises a ConfigError, and adds none, if one has no state that a restore would take, or
@@ -169,6 +170,14 @@ class AppState:
             check_state(name, target)
             taken[name] = target
         self._objects |= taken
+        self._counting += [
+            target for target in taken.values() if isinstance(target, StepCounting) and target not in self._counting
+        ]
+
+    def count_step(self) -> None:
+        """Tells the attached objects that count them that a step of training is done."""
+        for target in self._counting:
+            target.count_step()
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
@@ -186,14 +195,14 @@ class AppState:
         return list(self._objects)
 
     @property
-    def epoch(self) -> int:
-        """Returns the epoch of the first attached object that counts epochs, or whose sampler does; 0 without one."""
+    def epoch(self) -> int | None:
+        """Returns the epoch of the first attached object that counts epochs, or whose sampler does, if any."""
         # A model may have an attribute of that name, which no restore sets.
         others = (each for each in self._objects.values() if not isinstance(each, _TRAINED))
         counting = [each for target in others for each in (target, getattr(target, "sampler", None))]
         counting.sort(key=lambda each: not hasattr(each, "set_epoch"))
         counts = (getattr(each, "epoch", None) for each in counting)
-        return next((count for count in counts if isinstance(count, int)), 0)
+        return next((count for count in counts if isinstance(count, int)), None)
 
     def capture(self, rank: int, world_size: int) -> CapturedState:
         """Captures the state of all attached objects, without copying a tensor.

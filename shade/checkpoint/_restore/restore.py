@@ -130,8 +130,8 @@ class Restored:
 
     step: int
     """Optimizer steps done; 0 if there was no snapshot."""
-    epoch: int
-    """Epoch of the attached sampler; 0 without one."""
+    known_epoch: int | None
+    """Epoch of the attached sampler; None if nothing that is attached counts epochs."""
     tiers: tuple[str, ...] = ()
     """Names of the tiers that were read; empty if there was no snapshot."""
     seconds: float = 0.0
@@ -142,6 +142,18 @@ class Restored:
     """With ``strict=False``: names in the module that were not loaded."""
     unexpected_keys: tuple[str, ...] = ()
     """With ``strict=False``: names in the snapshot that were not used."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch to go on with: that of the attached sampler; 0 if nothing that is attached counts epochs, which is said
+        where steps of a loop over epochs would be done again."""
+        if self.known_epoch is None and self.step:
+            logger.warning(
+                "step %d is restored, and nothing attached counts epochs: a loop that begins with epoch 0 trains them "
+                "again; attach a ShadeSampler, or an object with an epoch, a state_dict and a load_state_dict",
+                self.step,
+            )
+        return self.known_epoch or 0
 
     def __bool__(self) -> bool:
         return bool(self.tiers)

@@ -28,12 +28,15 @@ from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, lay_out
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
+from shade.checkpoint._save.save_calls import SaveCalls
 from shade.checkpoint._strategies.base import DurabilityLevel, Strategy, StrategyConfig
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
 from shade.rank_group import RankGroup
 
 DURABLE_PATIENCE_SECONDS: Final = 600.0
 """Longest time that training waits for a committed save to become durable."""
+_PATIENCE_SECONDS: Final = 10.0
+"""Time after which a save that waits for another rank is named in the log."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -51,10 +54,11 @@ class Saver:
         writer: AsyncWriter,
         group: RankGroup,
         sequence: int,
+        calls: SaveCalls,
         make_room: Callable[[int], None] | None = None,
     ) -> None:
         self._app_state, self._shared_memory, self._strategy, self._writer = app_state, shared_memory, strategy, writer
-        self._config, self._group = config, group
+        self._config, self._group, self._calls = config, group, calls
         self._comparison = Comparison()
         self.sequence = sequence
         """Number of the newest snapshot; the next one's is higher."""
@@ -92,12 +96,10 @@ class Saver:
         something changed while it was copied, and again during a second copy, and `StorageFullError` if there is not
         enough shared memory for the buffer."""
         begun = time.monotonic()
+        self._calls.note(self.num_begun + 1, step)
         self.before_step()
         self._wait_for_room(step)
-        self.sequence += 1
-        self.num_begun += 1
-        handle = self.latest = SaveHandle(step)
-        self._in_flight.append(handle)
+        handle = self._new_handle(step)
         sequence, saved_at = self.sequence, time.time()
         pace = self._measured(meter)
         is_buffer_taken = False
@@ -157,6 +159,27 @@ class Saver:
         self._writer.send(request)
         handle.blocked_seconds += time.monotonic() - begun
         return handle
+
+    def _new_handle(self, step: int) -> SaveHandle:
+        self.sequence += 1
+        self.num_begun += 1
+        self.latest = SaveHandle(step, self.num_begun)
+        self._in_flight.append(self.latest)
+        return self.latest
+
+    def check_calls(self, step: int) -> None:
+        """Raises a CheckpointError if another rank saves a step that this one has left without a save: ``step``, or one
+        before. That save fails on all ranks."""
+        begun = self._calls.step_of(self.num_begun + 1)
+        if begun is None or begun > step:
+            return
+        expected = f"every rank to save step {begun}"
+        error = CheckpointError.of(expected, f"no save() on rank {self._group.rank}", "call it without `if rank == 0`")
+        handle = self._new_handle(begun)
+        self._shared_memory.skip()
+        handle.copied.set_exception(error)
+        self._writer.send(SaveRequest(handle, self.sequence, time.time(), Pace()))
+        raise error
 
     def stand_by(self, step: int, result: CommitResult) -> SaveHandle:
         """Returns a committed handle, on a rank for which another rank saves."""
@@ -238,14 +261,22 @@ class Saver:
 
     def _wait_for_oldest(self) -> None:
         self.settled = self._in_flight.popleft()
-        wait([self.settled.committed])
+        self._await(self.settled)
 
     def result(self) -> CommitResult:
         """Waits for the save begun last; raises a CheckpointError if no tier has taken it, or no save was begun."""
         self.wait_copy_complete()
         if self.latest is None:
             raise CheckpointError.of("a save to wait for", None, "call save() first")
+        self._await(self.latest)
         return self.latest.committed.result()
+
+    def _await(self, handle: SaveHandle) -> None:
+        if not wait([handle.committed], _PATIENCE_SECONDS).done and (ranks := self._calls.missing(handle.number)):
+            logger.warning(
+                "the save of step %d waits for save() on ranks %s: every rank has to call it", handle.step, ranks
+            )
+        wait([handle.committed])
 
     def warm_up(self) -> None:
         """Makes the buffers and compiles the copying in the background, once, so that the first save need not wait."""

@@ -31,12 +31,16 @@ from shade.checkpoint._restore.restore import Restored, load_module, read_newest
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle
 from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
 from shade.checkpoint._save.save import Saver, WaitPolicy
+from shade.checkpoint._save.save_calls import SaveCalls
 from shade.checkpoint._session.at_exit import end_at_exit, keep_until
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers, open_to_read
 from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
-from shade.rank_group import RankGroup, SingleProcessGroup, current_group
+from shade.rank_group import RankGroup, SingleProcessGroup, check_alike, check_met, current_group
 from shade.types import Stateful
+
+DEFAULT_RUN = "run"
+"""Id of a run that was given none."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -49,7 +53,8 @@ class Checkpointer:
     Args:
         store: URL of the cluster whose memory takes snapshots; None: shared memory and storage alone.
         persist_to: Path or URL of durable storage; None: memory alone.
-        run: Id of the run; one live process group each.
+        run: Id of the run in these locations; one live process group each. None: ``run``, and without any storage the
+            command line tells one job's snapshots from another's.
         strategy: Name in `_strategies.STRATEGIES`. It sets every argument below that is None.
         every: When `step` saves: ``50`` (steps), ``"30s"``, ``"5m"``, ``"2%"`` (of the time), ``"never"``; see
             `Schedule`.
@@ -81,7 +86,7 @@ class Checkpointer:
         store: str | None = None,
         *,
         persist_to: str | os.PathLike[str] | None = None,
-        run: str = "run",
+        run: str | None = None,
         strategy: str = "overlap",
         every: str | int | None = None,
         keep: str = "last=2",
@@ -98,13 +103,17 @@ class Checkpointer:
         first_rank_saves: bool = False,
         make_room: Callable[[int], None] | None = None,
     ) -> None:
+        run, is_named = run or DEFAULT_RUN, run is not None
         self._run, self._strategy_name = run, strategy
+        purpose = f"snapshots of run {run!r}"
+        check_met(purpose)
+        self._group: RankGroup = current_group(purpose)
+        given = {"store": store and "given", "persist_to": persist_to and "given", "run": run, "strategy": strategy}
+        check_alike(self._group, {**given, "every": every, "codec": codec, "first_rank_saves": first_rank_saves})
         self._strategy = STRATEGIES.get(strategy)()
         self._config = config = self._strategy.config.agreed(
             every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
         )
-        purpose = f"snapshots of run {run!r}"
-        self._group: RankGroup = current_group(purpose)
         world_size = 1 if first_rank_saves else self._group.world_size
         board = None if world_size == 1 else open_deadline_store(self._group.rank, world_size)
         self._schedule = Schedule(config.every, config.in_flight, board, self._group.rank)
@@ -138,6 +147,7 @@ class Checkpointer:
             parity=parity,
             buffers=config.buffers,
             in_flight=config.in_flight,
+            is_named=is_named,
         )
         has_storage = self._tiers.storage is not None
         self._losses = LossTracker(
@@ -167,6 +177,7 @@ class Checkpointer:
             writer,
             self._save_groups[0],
             self._tiers.reader.newest_sequence(),
+            SaveCalls(self._save_groups[0]),
             make_room,
         )
         self._wait_policy = WaitPolicy(self._saver, config, self._tiers.wait_durable if has_storage else None)
@@ -178,6 +189,11 @@ class Checkpointer:
         self.step_count = 0
         """Optimizer steps done in the whole run: `step` counts, `restore` sets."""
         end_at_exit(self._at_exit)
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            cure = "make another for what follows, or let the `with` block end later"
+            raise ConfigError.of("an open Checkpointer", f"{what}() after close()", cure)
 
     def _new_app_state(self, replicated: bool) -> AppState:
         # Overridden by `StateDictCheckpointer`, whose state is passed at each save.
@@ -242,9 +258,12 @@ class Checkpointer:
         Returns:
             Whether a save was begun.
         """
+        self._check_open("step")
+        self._saver.check_calls(self.step_count)
         self._meter.step(time.monotonic(), busy=self._saver.is_busy)
         self.step_count += 1
         self._has_changed = False
+        self._app_state.count_step()
         if self._deadline is not None and self._deadline.at_step():
             return True
         if not self._saves:
@@ -270,6 +289,7 @@ class Checkpointer:
             TornSnapshotError: A tensor changed while it was copied, and again during a second copy.
             StorageFullError: There is not enough shared memory for the buffer.
         """
+        self._check_open("save")
         if not self._saves:
             return self._saver.stand_by(self.step_count, CommitResult(self._tiers.shared_memory, ""))
         handle = self._saver.begin(self.step_count, metrics or {}, self._meter)
@@ -360,13 +380,15 @@ class Checkpointer:
         """Watches for preemption notices: `step` then saves what can be saved in time, and exits. Collective.
 
         Args:
-            *sources: ``SIGTERM`` (if none is named), paths of files, ``http://…``: see `_preemption.notice`.
+            *sources: ``SIGTERM`` (if none is named) or another signal, paths of files, ``http://…``: see
+                `_preemption.notice`.
             grace_seconds: Time left after a notice that names no time.
             exit_code: Exit code of the SystemExit that `step` raises then; None: it returns, and `should_stop` is true.
 
         Raises:
             ConfigError: A source cannot be watched.
         """
+        self._check_open("watch")
         if self._deadline is not None:
             self._deadline.close()
         watched = [source_of(source, grace_seconds) for source in sources or ("SIGTERM",)]
@@ -416,6 +438,8 @@ class Checkpointer:
         return restored
 
     def _restore(self, step: int | None, only: Sequence[str] | None) -> Restored:
+        self._check_open("restore")
+        self._saver.check_calls(self.step_count)
         self._saver.before_step()
         self._saver.settle()
         restored, found = restore_app_state(self._tiers.reader, self._group, self._app_state, step, only)
@@ -446,6 +470,7 @@ class Checkpointer:
             return
         is_safe = False
         try:
+            self._saver.check_calls(self.step_count)
             if self.latest is not None:
                 self._saver.result()
             is_safe = True
@@ -510,7 +535,7 @@ def load_weights(
     store: str | None = None,
     *,
     persist_to: str | os.PathLike[str] | None = None,
-    run: str = "run",
+    run: str = DEFAULT_RUN,
     name: str = "model",
     step: int | None = None,
     strict: bool = True,

@@ -27,7 +27,7 @@ from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._interchange.export import import_state
 from shade.checkpoint._session import open_tiers as tiers_module
-from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._session.checkpointer import Checkpointer, load_weights
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.data._sampler.sampler import ShadeSampler
@@ -336,7 +336,7 @@ def test_what_is_read_in_place_is_verified_and_nothing_keeps_hanging_on_it(
         reading = begin(second)
         return reading, second, reading.restore_latest().tiers
 
-    (buffer,) = own_folder(run).glob("*.data")
+    (buffer,) = own_folder(run).rglob("*.data")
     reading, second, tiers = restored()
     assert tiers == ("shared memory",)
     content = buffer.read_bytes()
@@ -531,8 +531,10 @@ def test_two_runs_of_one_id_are_refused(
     begin: Callable[..., Checkpointer], server: LocalServer, tmp_path: Path
 ) -> None:
     for places in ({}, {"store": str(server.url.reveal()), "persist_to": None}):
-        with begin(**places), pytest.raises(RunInUseError, match="saves under; choose another id"):
-            begin(**places)
+        with begin(**places):
+            with pytest.raises(RunInUseError, match=r"another Checkpointer of that run: close\(\) it first"):
+                begin(**places)
+            begin(persist_to=tmp_path / "other").close()
 
 
 @pytest.mark.multiprocess
@@ -747,6 +749,80 @@ def test_an_exception_leaves_shared_memory_and_a_good_end_does_not(
     assert not own_folder(run).exists()
     with begin(Training()) as checkpointer:
         assert checkpointer.restore_latest().tiers == ("storage",)
+
+
+def test_what_another_storages_run_left_in_memory_is_not_restored(
+    begin: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    killed = begin(Training())
+    killed.step()
+    killed.save()
+    killed.wait_durable()
+    crash(killed)
+    with begin(Training(), persist_to=tmp_path / "other") as other:
+        assert not other.restore_latest()
+        other.save()
+    shutil.copytree(tmp_path / "other", tmp_path / "copy")
+    with begin(Training(), persist_to=tmp_path / "copy") as copy:
+        assert copy.restore_latest().tiers == ("storage",)
+    shutil.rmtree(tmp_path / "durable")  # emptied, to begin afresh under the same path
+    with begin(Training()) as afresh:
+        assert not afresh.restore_latest()
+        assert afresh.list() == []
+
+
+def test_two_with_one_run_id_and_storages_of_their_own_stay_apart(
+    begin: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    pair = [(tmp_path / name, torch.nn.Linear(300, 300)) for name in ("teacher", "student")]
+    for number, (_, model) in enumerate(pair):
+        torch.nn.init.constant_(model.weight, number + 1.0)
+    opened = [begin(persist_to=folder, keep="all", strategy="copy") for folder, _ in pair]
+    for checkpointer, (_, model) in zip(opened, pair, strict=True):
+        checkpointer.attach(model=model)
+    for _ in range(4):
+        for checkpointer in opened:
+            checkpointer.step()
+            checkpointer.save()
+    for checkpointer, (folder, _), value in zip(opened, pair, (1.0, 2.0), strict=True):
+        checkpointer.close()
+        for step in range(1, 5):
+            restored = torch.nn.Linear(300, 300)
+            load_weights(restored, persist_to=folder, run=checkpointer.run, step=step)
+            assert restored.weight.unique().tolist() == [value]
+
+
+def test_nothing_is_done_after_close(begin: Callable[..., Checkpointer]) -> None:
+    checkpointer = begin(Training())
+    checkpointer.close()
+    for action in (checkpointer.step, checkpointer.save, checkpointer.restore_latest, checkpointer.watch):
+        with pytest.raises(ConfigError, match=r"an open Checkpointer, got '.*\(\) after close\(\)'"):
+            action()
+
+
+def test_an_epoch_that_nothing_counts_is_named_when_it_is_asked_for(
+    begin: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    with begin(Training()) as checkpointer:
+        assert checkpointer.restore_latest().epoch == 0
+        checkpointer.step()
+        checkpointer.save()
+    with begin(Training()) as checkpointer:
+        restored = checkpointer.restore_latest()
+        assert "counts epochs" not in caplog.text, "a loop over steps needs none"
+        assert restored.epoch == 0
+        assert "step 1 is restored, and nothing attached counts epochs" in caplog.text
+
+
+def test_ranks_that_torch_does_not_connect_yet_are_refused(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"call init_process_group\(\) before"):
+        begin()
+    monkeypatch.delenv("RANK")
+    begin().close()
 
 
 BREAKS_OFF = """

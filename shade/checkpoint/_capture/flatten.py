@@ -290,7 +290,8 @@ def _order(tensor: torch.Tensor) -> list[int] | None:
     # A product of the same matrix laid out otherwise may differ in its last bits.
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous() or 0 in tensor.stride():
         return None
-    order = sorted(range(tensor.dim()), key=lambda number: -tensor.stride(number))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda number: -strides[number])
     return None if order == sorted(order) else order
 
 
@@ -494,7 +495,7 @@ class _Unflattener:
             raise CorruptCheckpointError(f"expected a tensor that {name} takes, got one that fails: {error}") from error
 
     def tensor(self, node: Any, depth: int) -> torch.Tensor:
-        made = self.unflatten(node, depth)
+        made: torch.Tensor = self.unflatten(node, depth)
         _expect(made, isinstance(made, torch.Tensor), "a tensor")
         return made
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shade.errors import StateMismatchError
 
@@ -96,7 +96,7 @@ def loads_all_plainly(module: torch.nn.Module) -> bool:
 
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether a parameter or a buffer gets its shape from the first batch."""
-    return isinstance(tensor, UninitializedTensorMixin)
+    return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
 
 
 def check_module(

@@ -518,11 +518,12 @@ def load_module(
     check_module(name, own, whole, ways)
     fits._metadata = getattr(saved, "_metadata", {})  # type: ignore[attr-defined]
     # Parts that load themselves may refuse what they get, after others have been loaded.
-    put_back = (lambda: None) if loads_all_plainly(target) else way_back_of(target)
+    put_back = None if loads_all_plainly(target) else way_back_of(target)
     try:
         found = target.load_state_dict(fits, strict=strict)
     except Exception as error:
-        put_back()
+        if put_back is not None:
+            put_back()
         raise refused(name, error) from error
     if strict or not isinstance(found, tuple):
         return [], []

@@ -149,7 +149,7 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     word_W = torch.cat([flat, flat.new_zeros(rest)]).view(torch.int64) if rest else flat.clone().view(torch.int64)
     # An odd weight loses no bit of a word, and the order of the additions changes nothing.
     weight_B = torch.arange(min(_BLOCK_WORDS, len(word_W)), device=flat.device) * _FACTOR | 1
-    parts = [(part * weight_B[: len(part)]).sum() for part in word_W.split(_BLOCK_WORDS)]
+    parts = [(part * weight_B[: len(part)]).sum() for part in torch.split(word_W, _BLOCK_WORDS)]
     return torch.stack(parts) if parts else flat.new_zeros(0)
 
 

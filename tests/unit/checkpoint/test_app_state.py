@@ -449,13 +449,13 @@ def test_names_that_nobody_knows() -> None:
 
 def test_the_epoch_is_that_of_whatever_counts_epochs() -> None:
     sampler = Counter()
-    assert contents(sampler=sampler).epoch == 0
+    assert contents(sampler=sampler).epoch is None
     sampler.epoch = 4  # type: ignore[attr-defined]
     assert contents(counter=Counter(), sampler=sampler).epoch == 4
     scheduled = model()
     scheduled.epoch = 7  # type: ignore[assignment]  # for a weight in its loss
     assert contents(model=scheduled, sampler=sampler).epoch == 4
-    assert contents(model=scheduled).epoch == 0
+    assert contents(model=scheduled).epoch is None
 
 
 def test_unlike_models_have_unlike_digests() -> None:

@@ -524,7 +524,7 @@ class _ThreadEpoch:
     ) -> None:
         self._pipeline, self._order, self._timeout_seconds, self._finish = pipeline, order, timeout_seconds, finish
         # Threads hold the pipeline and not this epoch, so leaving it early, a Ctrl-C and dropping the loader end them.
-        self._close = weakref.finalize(self, _close, pipeline, closed)
+        self._close = weakref.finalize(self, _close, pipeline, closed, os.getpid())
         self._jobs: deque[Job] = deque()
         for _ in range(depth):
             self._submit()
@@ -553,9 +553,11 @@ class _ThreadEpoch:
         return self._finish(batch)
 
 
-def _close(pipeline: LoaderPipeline, closed: Callable[[], None]) -> None:
-    pipeline.close()
-    closed()
+def _close(pipeline: LoaderPipeline, closed: Callable[[], None], process: int) -> None:
+    # A child's copies of the queues may be locked by threads that it does not have.
+    if process == os.getpid():
+        pipeline.close()
+        closed()
 
 
 class _CountedBatches:

@@ -15,6 +15,7 @@ Legend: S sources · B batch of one rank · G global batch · L length of a sequ
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from shade.data._sampler.settings import check_world
 from shade.data._sampler.usage import UsageWarnings
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
-from shade.rank_group import ranks_of
+from shade.rank_group import check_alike, current_group, ranks_of
 from shade.sampling import num_steps, rank_slice
 from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
 from shade.types import Floats, Indices
@@ -132,6 +133,9 @@ class MixtureSampler(Sampler[PackedSequence]):
             "window": window,
         }
         self._check(distributed)
+        if distributed:
+            with closing(current_group("the sampler's arguments")) as group:
+                check_alike(group, {"batch_size": batch_size} | self._settings)
         self._weight_S = [float(weights[name]) for name in self._names]
         self.num_steps = num_steps(round_sequences, self.global_batch)
         """Steps of a round."""

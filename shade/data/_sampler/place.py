@@ -32,16 +32,17 @@ class LoaderCount:
     """Counts the batches that a loop gets from a DataLoader's iterator, whose workers ask for more than that."""
 
     def __init__(self, iterator: _BaseDataLoaderIter) -> None:
-        if iterator._num_workers > 1 and not getattr(iterator, "_in_order", True):
-            raise ConfigError.of(
-                "batches in the order in which the sampler deals them, so that a resume knows which are left",
-                f"in_order=False with {iterator._num_workers} workers",
-                "leave in_order out of the loader",
-            )
         # Not the iterator itself, which ends when the loop drops it.
         self._attributes = vars(iterator)
+        num_workers = self._attributes["_num_workers"]
+        if num_workers > 1 and not self._attributes.get("_in_order", True):
+            raise ConfigError.of(
+                "batches in the order in which the sampler deals them, so that a resume knows which are left",
+                f"in_order=False with {num_workers} workers",
+                "leave in_order out of the loader",
+            )
         self._num_got_before, self._num_asked_before = self._num_received, self._num_sent
-        batches = iterator._index_sampler
+        batches = self._attributes["_index_sampler"]
         self.batch_size: int | None = 1 if hasattr(batches, "place") else getattr(batches, "batch_size", None)
         """Samples of a batch; None if the user's own batch sampler decides."""
         self.is_over = False

@@ -195,6 +195,14 @@ def current_group(purpose: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> 
     return SingleProcessGroup()
 
 
+def check_met(purpose: str) -> None:
+    """Raises ConfigError where a launcher has started several ranks and torch.distributed does not connect them yet."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and world_size != "1" and not (dist.is_available() and dist.is_initialized()):
+        cure = "call init_process_group() before; a process that trains for itself unsets RANK"
+        raise ConfigError.of(f"ranks that have met, for {purpose}", f"WORLD_SIZE={world_size} and no group", cure)
+
+
 def agreed_name(group: RankGroup) -> str:
     """Returns a new random name, the same on every rank of a group. Collective."""
     return str(group.share(secrets.token_hex(8)))
@@ -216,6 +224,9 @@ def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tup
     distributed = dist.is_available() and dist.is_initialized()
     # torch.distributed says what the caller does not.
     num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
+    if rank is None and num_replicas > 1 and not distributed:
+        cure = "give both or none; the second argument is num_replicas, as in DistributedSampler, not a batch size"
+        raise ConfigError.of(f"a rank beside num_replicas={num_replicas}", None, cure)
     rank = (dist.get_rank() if distributed else 0) if rank is None else rank
     if not 0 <= rank < num_replicas:
         cure = "ranks count from 0 (-nr 0 … n-1)"

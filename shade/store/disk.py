@@ -49,11 +49,13 @@ from shade.types import Bytes
 logger = logging.getLogger("shade.store")
 
 
-def disk_url(text: str) -> StoreURL:
+def disk_url(text: str | os.PathLike[str]) -> StoreURL:
     """Returns the address of a folder and its capacity, named as ``/folder?capacity=500GiB`` or as a ``disk://`` URL.
     Raises ConfigError for all else."""
+    text = os.fspath(text)
     folder, question, options = text.partition("?")
-    url = StoreURL.parse(text if "://" in text else f"disk://{quote(os.path.abspath(folder))}{question}{options}")
+    path = quote(os.path.abspath(os.path.expanduser(folder)))
+    url = StoreURL.parse(text if "://" in text else f"disk://{path}{question}{options}")
     if url.scheme != "disk" or url.capacity_bytes is None:
         cure = "write /nvme/shade?capacity=500GiB"
         raise ConfigError.of("a folder of a local disk, and the bytes that may lie there", text, cure)

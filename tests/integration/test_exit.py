@@ -6,6 +6,7 @@ It forks and spawns while everything of ours is alive that holds a lock, a socke
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from shade.checkpoint import load_weights
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from tests.support.data_plane import make_pictures
 from tests.support.shards import make_items, write_shards
 from tests.support.web_server import serving
@@ -70,6 +74,40 @@ dist.init_process_group("gloo")
 def wait():  # rank 0 is at its end long before, so its thread is inside a collective
     time.sleep(0.3 * dist.get_rank())
 """
+
+
+LAST_LINE = """
+import sys, torch
+from shade import Checkpointer
+def train(folder, width):
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(4)])
+    checkpointer = Checkpointer(persist_to=folder, run=sys.argv[3], every="never")
+    checkpointer.attach(model=model)
+    checkpointer.step()
+    checkpointer.save()
+    return checkpointer
+"""
+ENDS = {
+    "held": "kept = train(sys.argv[1], int(sys.argv[2]))",
+    "dropped": "train(sys.argv[1], int(sys.argv[2]))",
+    "raised": "kept = train(sys.argv[1], int(sys.argv[2]))\nraise RuntimeError('after the save')",
+    "forked": "kept = train(sys.argv[1], int(sys.argv[2]))\nfrom multiprocessing import get_context\n"
+    "child = get_context('fork').Process(target=int)\nchild.start()\nchild.join()\nassert child.exitcode == 0",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("width", [8, 700])
+def test_what_a_script_saves_in_its_last_line_is_in_storage(end: str, width: int, tmp_path: Path) -> None:
+    run = f"exit-{tmp_path.name}"
+    script = [sys.executable, "-W", "ignore", "-c", LAST_LINE + ENDS[end], str(tmp_path), str(width), run]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode == 0) == (end != "raised"), done.stderr
+    assert "after the save" in done.stderr or not done.stderr
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(4)])
+    assert load_weights(model, persist_to=tmp_path, run=run).step == 1
+    assert own_folder(run).exists() == (end in ("raised", "dropped"))
+    shutil.rmtree(own_folder(run), ignore_errors=True)
 
 
 @pytest.mark.parametrize(

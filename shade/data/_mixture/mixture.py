@@ -146,7 +146,7 @@ class MixtureSampler(Sampler[PackedSequence]):
         self._merger: ScoreMerger | None = None
         if self.num_replicas == 1 or distributed:
             self._merger = ScoreMerger(self._losses, 2 * len(self._names))
-        self.place = Place(UsageWarnings(), counts_all=True)
+        self.place = Place(UsageWarnings(), batch_size, counts_all=True)
         """Where training is in the stream; its epoch is the round."""
         self.receipts: list[MixtureReceipt] = []
         """Receipts of the rounds that this process has begun."""
@@ -208,6 +208,10 @@ class MixtureSampler(Sampler[PackedSequence]):
         sums = [(points * mask).sum() for mask in masks] + [mask.sum() for mask in masks]
         report = torch.stack(sums)
         self._merger.report(report, torch.zeros(len(report), device=report.device))
+
+    def count_step(self) -> None:
+        """Says that a step of training is done, in a loop that does not report; a `Checkpointer` does."""
+        self.place.count_step()
 
     @property
     def steps_done(self) -> int:

@@ -55,7 +55,8 @@ _ASKERS = 32
 _CHECKSUMS = ("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum")
 _VERSIONS = (*_CHECKSUMS, "Last-Modified", "LastModified", "last_modified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, TypeError)
-_SIGNED_SCHEMES = ("s3", "s3a")
+_SIGNING = "s3fs"
+"""The library that signs; another file system may be registered for ``s3://``, with options of its own."""
 _SIGNED_SECONDS = 3600
 """How long a signed URL can be used; it is used once, at once, but the clocks of two machines differ."""
 _SIGNATURE = {"signature_version": "s3v4"}
@@ -87,7 +88,8 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     try:
         return fsspec.filesystem(scheme, **options)
     except (ImportError, ValueError) as error:
-        cure = f"install the library of {scheme}:// (for s3: {install_hint('s3')}): {error}"
+        extra = "http" if scheme.startswith("http") else "s3"
+        cure = f"install the library of {scheme}:// (for {extra}: {install_hint(extra)}): {error}"
         raise ConfigError.of("a URL that fsspec understands", shown_url(url), cure) from error
 
 
@@ -166,11 +168,10 @@ class UrlOrigin(Origin):
     def _opened(self, url: str) -> Any:
         with self._opening:
             if self._file_system is None:
-                options, is_signed = self.options, url.partition("://")[0] in _SIGNED_SCHEMES
-                if is_signed:
-                    options = options | {"config_kwargs": _SIGNATURE | options.get("config_kwargs", {})}
-                self._file_system = open_file_system(url, options)
-                if is_signed:
+                self._file_system = open_file_system(url, self.options)
+                if type(self._file_system).__module__.partition(".")[0] == _SIGNING:
+                    signature = {"config_kwargs": _SIGNATURE | self.options.get("config_kwargs", {})}
+                    self._file_system = open_file_system(url, self.options | signature)
                     self._web = fsspec.filesystem("http", encoded=True, client_kwargs=_AS_BOTOCORE)
             return self._file_system
 
@@ -308,6 +309,21 @@ def entry_of(url: str, info: Mapping[str, Any]) -> Entry:
     return Entry(url, int(info["size"]), version)
 
 
+def list_folder(url: str, options: Mapping[str, Any]) -> list[str]:
+    """Lists what lies directly in a folder, folders with a slash at the end; raises as `list_files`."""
+    file_system = open_file_system(url, options)
+    try:
+        found = file_system.ls(url, detail=True)
+    except Exception as error:  # noqa: BLE001 - each library raises its own, whose message may show the login
+        raise _not_listed(url, error) from None
+    ends = ["/" if each["type"] == "directory" else "" for each in found]
+    return [file_system.unstrip_protocol(each["name"].rstrip("/")) + end for each, end in zip(found, ends, strict=True)]
+
+
+def _not_listed(url: str, error: Exception) -> DataError:
+    return DataError.of(f"to list {shown_url(url)}", without_login(str(error), url), "check the URL and the login")
+
+
 def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
     """Lists all files below a URL, in the order of their names, without the folders' own entries. Raises DataError if
     there are none or they cannot be listed, and ConfigError as `open_file_system`."""
@@ -315,8 +331,7 @@ def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
     try:
         found = patiently(partial(file_system.find, url, detail=True), url, is_known=False)
     except Exception as error:  # noqa: BLE001 - each library raises its own, whose message may show the login
-        words = without_login(str(error), url)
-        raise DataError.of(f"to list {shown_url(url)}", words, "check the URL and the login") from None
+        raise _not_listed(url, error) from None
     infos = {file_system.unstrip_protocol(name): info for name, info in sorted(found.items())}
     if not infos:
         raise DataError.of("files below a URL", shown_url(url), "check it; a web server has to list its folders")

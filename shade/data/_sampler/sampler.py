@@ -128,6 +128,7 @@ class ShadeSampler(DistributedSampler[int]):
         self._merger = ScoreMerger(ImportanceTable(self.num_samples, score, made.default_score), batch_size)
         self._planner: CachePlanner | None = None
         if cache is not None:
+            cache.enter_rank(dataset.source.payload_bytes_N)
             self._planner = CachePlanner(
                 cache,
                 getattr(dataset, "policy", None) or made.default_policy,
@@ -160,7 +161,7 @@ class ShadeSampler(DistributedSampler[int]):
             shared=SharedDraws(self.num_samples, self._group) if joined and is_large(self.num_samples) else None,
         )
         self._usage = UsageWarnings(dataset)
-        self.place = Place(self._usage)
+        self.place = Place(self._usage, batch_size)
         """Where training is in the stream; read by loaders, moved by the calls below."""
         self._passes = EpochPasses(
             self.place,
@@ -179,8 +180,7 @@ class ShadeSampler(DistributedSampler[int]):
         """Sets the next epoch, as with DistributedSampler. After `load_state_dict` the interrupted epoch resumes where
         it stopped; any other starts from its beginning."""
         self._usage.made.add("set_epoch")
-        if epoch != self.place.epoch:
-            self.place.turn_to(epoch)
+        self.place.say(epoch)
 
     @property
     def epoch(self) -> int:
@@ -228,6 +228,10 @@ class ShadeSampler(DistributedSampler[int]):
         located = self.place.locate(indices)
         self._merger.report(indices, losses)
         self.place.reported(located)
+
+    def count_step(self) -> None:
+        """Says that a step of training is done, in a loop that does not report; a `Checkpointer` does."""
+        self.place.count_step()
 
     def report_validation(self, accuracy: float) -> None:
         """Reports the validation accuracy of a finished epoch, the same number on every rank; `pads` follows it."""

@@ -17,6 +17,7 @@ it was when its index was made, or the shard is refused.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import fcntl
 import glob
 import importlib.util
@@ -44,7 +45,7 @@ from typing_extensions import override
 
 from shade.data._dataset.content import STAT_THREADS
 from shade.data._origin.origin import ByteRange, Origin
-from shade.data._origin.url_origin import Entry, describe_many, is_url, list_files, open_file_system
+from shade.data._origin.url_origin import Entry, describe_many, is_url, list_folder, open_file_system
 from shade.data._shards.blocks import BLOCK_BYTES, Block
 from shade.errors import ConfigError, DataError, shown_place, without_login
 from shade.installation import install_hint
@@ -56,7 +57,20 @@ logger = logging.getLogger("shade.data")
 CHECK_SECONDS: Final = 900.0
 """A shard behind a URL is compared with its index again when it is read after so many seconds, because that takes a
 request; a local one at each read."""
-_VERSION: Final = 1
+COMPRESSED_BY: Final = {
+    "gz": ("gunzip", b"\x1f\x8b"),
+    "tgz": ("gunzip", b"\x1f\x8b"),
+    "zst": ("zstd -d", b"\x28\xb5\x2f\xfd"),
+    "zstd": ("zstd -d", b"\x28\xb5\x2f\xfd"),
+    "xz": ("unxz", b"\xfd7zXZ"),
+    "bz2": ("bunzip2", b"BZh"),
+    "lz4": ("lz4 -d", b"\x04\x22\x4d\x18"),
+}
+"""By the end of a compressed shard's name: what decompresses it, and how its content begins."""
+_TABLE_LOGS: Final = ("_delta_log", ".hoodie")
+"""Folders in which a table says which of the files beside them are its rows."""
+_VERSION: Final = 2
+"""Of what the formats find: an index of another version is left alone, and made anew."""
 _MAGIC: Final = b"shade-shard-index"
 _DIGEST: Final = struct.Struct("<Q")
 _SCANNERS: Final = 16
@@ -258,11 +272,11 @@ class ShardFormat(ABC):
         return [scan.span(piece)]
 
     # Asked for each batch.
-    def opened(self, path: str) -> Any:
+    def opened(self, path: str, scan: ShardScan) -> Any:
         """Returns what `payloads` takes instead of ranges, of a local shard that is mapped into memory, else None."""
         return None
 
-    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> Sequence[bytes]:
         """Returns the payloads of some rows of a piece, or of all: what is cached. ``parts`` are `RangeParts`, or what
         `opened` returned. Raises UnlikeIndexError if its bytes are not what the index says."""
         return [bytes(parts.range(*scan.span(piece)))]
@@ -344,7 +358,7 @@ class ShardIndex:
         self.first_samples = [0, *itertools.accumulate(int(scan.rows_P.sum()) for scan in self.scans)]
         """The first sample of each shard, and the number of all samples at the end."""
         self._last_row_P = [
-            None if len(scan.rows_P) == scan.rows_P.sum() else np.cumsum(scan.rows_P) for scan in self.scans
+            None if (scan.rows_P == 1).all() else np.cumsum(scan.rows_P, dtype=np.int64) for scan in self.scans
         ]
         digest = xxhash.xxh3_64(f"{_VERSION} {self._identity or type(shard_format).__name__}".encode())
         for entry in self.entries:
@@ -372,7 +386,9 @@ class ShardIndex:
         """Returns the path of a shard's index."""
         url = self.entries[shard].url
         name = url.rpartition("/")[2].partition("?")[0][-80:]
-        return Path(self._folder, f"{name}-{xxhash.xxh3_64_hexdigest((url + self._identity).encode())}.index")
+        return Path(
+            self._folder, f"{name}-{xxhash.xxh3_64_hexdigest(f'{_VERSION} {url}{self._identity}'.encode())}.index"
+        )
 
     def place_of(self, index: int) -> tuple[int, int, int]:
         """Returns shard, piece and row of a sample."""
@@ -537,20 +553,73 @@ def listed_shards(shards: Any, options: Mapping[str, Any], suffixes: Container[s
 
 def _found(name: str, options: Mapping[str, Any], suffixes: Container[str]) -> list[str]:
     if is_url(name):
-        if _is_shard(name, suffixes) and "*" not in name:
-            return [name]
-        if "*" not in name:
-            return [entry.url for entry in list_files(name, options) if _is_shard(entry.url, suffixes)]
-        file_system = open_file_system(name, options)
-        return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(name))
-    name = os.path.abspath(name)
+        if "*" in name:
+            file_system = open_file_system(name, options)
+            return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(_pattern(name)))
+        is_one = _is_shard(name, suffixes) or _suffix(name) in COMPRESSED_BY
+        return [name] if is_one else _in_folder(name, list_folder(name, options), suffixes)
+    name = os.path.abspath(os.path.expanduser(name))
     if os.path.isdir(name):
-        return sorted(each for each in glob.glob(os.path.join(glob.escape(name), "*")) if _is_shard(each, suffixes))
-    return sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+        with os.scandir(name) as entries:
+            return _in_folder(name, [each.path + "/" * each.is_dir() for each in entries], suffixes)
+    return sorted(glob.glob(_pattern(name))) if "*" in name and not os.path.exists(name) else [name]
+
+
+def _pattern(name: str) -> str:
+    """Returns a name as a pattern in which ``*`` alone is one."""
+    return re.sub(r"([?[])", r"[\1]", name)
+
+
+def _in_folder(folder: str, found: Sequence[str], suffixes: Container[str]) -> list[str]:
+    """Returns the shards among what lies in a folder; raises ConfigError or DataError if they would not be all samples
+    of the folder, or not those alone."""
+    names = {each.rstrip("/").rpartition("/")[2]: each for each in found}
+    log = next((name for name in _TABLE_LOGS if name in names), None)
+    if log is not None:
+        cure = "name the files that the table's own library lists, such as DeltaTable(…).file_uris()"
+        raise DataError.of(f"a folder of shards in {shown_place(folder)}", f"a table whose files {log} lists", cure)
+    for name, each in names.items():
+        plain = _decompressed(name)
+        if plain != name and _suffix(plain) in suffixes and plain not in names:
+            raise _compressed(each)
+    # What begins so is no data for Spark and pyarrow.
+    visible = {name: each for name, each in names.items() if name[:1] not in "._"}
+    shards = sorted(each for each in visible.values() if _is_shard(each, suffixes))
+    # Caches of Hugging Face's `map` lie beside the shards of the data set.
+    listed = [each for each in _listed_by_its_library(folder) if _is_shard(each, suffixes)]
+    inner = sorted(name for name, each in visible.items() if each.endswith("/"))
+    if inner and not shards and not listed:
+        cure = f"name one of them, or the files: {folder}/*/*.…, without what the folders' names say"
+        raise DataError.of(f"shards in {shown_place(folder)} itself", f"folders, such as {inner[0]}", cure)
+    return listed or shards
+
+
+def _listed_by_its_library(folder: str) -> list[str]:
+    """Returns the shards that Hugging Face's or MosaicML's own list in a local folder names, in its order."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(Path(folder, "state.json").read_bytes())
+        return [os.path.join(folder, each["filename"]) for each in content["_data_files"]]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(Path(folder, "index.json").read_bytes())
+        return [os.path.join(folder, each["raw_data"]["basename"]) for each in content["shards"]]
+    return []
+
+
+def _decompressed(name: str) -> str:
+    """Returns the name of a shard after it was decompressed."""
+    end = _suffix(name)
+    return name if end not in COMPRESSED_BY else name[: -len(end) - 1] + ".tar" * (end == "tgz")
+
+
+def _compressed(url: str) -> ConfigError:
+    command, _ = COMPRESSED_BY[_suffix(url)]
+    cure = f"decompress it: {command} < {shown_place(url)} > {shown_place(_decompressed(url))}"
+    return ConfigError.of("a plain shard, in which each sample has a place", shown_place(url), cure)
 
 
 def _suffix(url: str) -> str:
-    return url.partition("?")[0].rpartition("/")[2].rpartition(".")[2].lower()
+    name = url.partition("?")[0] if is_url(url) else url
+    return name.rpartition("/")[2].rpartition(".")[2].lower()
 
 
 def _is_shard(url: str, suffixes: Container[str]) -> bool:
@@ -565,7 +634,9 @@ def suffix_of(urls: Sequence[str]) -> str:
         cure = "make a Shards of each kind, and join them with torch.utils.data.ConcatDataset"
         raise ConfigError.of("shards of one kind", ", ".join(suffixes), cure)
     if suffixes[0] not in FORMATS:
-        cure = "decompress it: gunzip" if suffixes[0] in ("gz", "tgz") else "name the shards by their format"
+        if suffixes[0] in COMPRESSED_BY:
+            raise _compressed(urls[0])
         known = ", ".join(f".{name}" for name in FORMATS)
+        cure = "name the shards by their format"
         raise ConfigError.of(f"shards that end in {known}", shown_place(urls[0]), cure)
     return suffixes[0]

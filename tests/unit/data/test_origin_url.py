@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from pathlib import Path
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from shade.data._origin import url_origin
-from shade.data._origin.url_origin import UrlOrigin, describe_many, entry_of, list_files, root_of
+from shade.data._origin.url_origin import UrlOrigin, describe_many, entry_of, list_files, open_file_system, root_of
 from shade.errors import BadSampleError, ConfigError, DataError
 from tests.support.web_server import WebServer, serving
 
@@ -188,6 +192,39 @@ def test_a_scheme_that_nobody_knows_is_refused() -> None:
         list_files("gopher://host/set", {})
 
 
+class OtherBuckets(MemoryFileSystem):
+    """A file system for buckets that is not s3fs, and takes no option of its."""
+
+    protocol = "s3"  # type: ignore[assignment]
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def __init__(self, **options: Any) -> None:
+        if options:
+            raise TypeError(f"unknown option {', '.join(options)}")
+        super().__init__()
+
+
+def test_what_is_registered_for_buckets_gets_no_option_of_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "s3", OtherBuckets)
+    fsspec.filesystem("s3").pipe_file("s3://bucket/a.bin", b"here")
+    assert [entry.url for entry in list_files("s3://bucket", {})] == ["s3://bucket/a.bin"]
+    origin = UrlOrigin()
+    assert origin.read_many(["s3://bucket/a.bin"]) == [b"here"]
+    assert origin._web is None
+    origin.close()
+
+
 def test_the_root_is_a_folder() -> None:
     assert root_of(["s3://b/train/a/1.jpg", "s3://b/train/ab/2.jpg"]) == "s3://b/train/"
     assert root_of(["s3://b/train/a/1.jpg"]) == "s3://b/train/a/"
+
+
+@pytest.mark.parametrize(("url", "library", "extra"), [("http://h/x", "aiohttp", "http"), ("s3://b/x", "s3fs", "s3")])
+def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(
+    url: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsspec.filesystem", lambda scheme, **options: importlib.import_module(library))
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=rf"torch-shade\[{extra}\]"):
+        open_file_system(url, {})

@@ -180,13 +180,6 @@ class SampleCache:
             )
         return self._admission
 
-    def held_bytes(self) -> int:
-        """Returns what the entries occupy by the shared counter, 0 if the store does not say."""
-        try:
-            return self.admission.counted_bytes()
-        except (StoreError, ValueError):
-            return 0
-
     @property
     def _fetch(self) -> Fetch:
         if self._fetcher is None:
@@ -394,6 +387,14 @@ class SampleCache:
         self.store.close()
         if self.disk is not None:
             self.disk.close()
+
+
+def held_bytes_of(cache: SampleCache) -> int:
+    """Returns what the entries occupy by the shared counter, 0 if the store does not say."""
+    try:
+        return cache.admission.counted_bytes()
+    except (StoreError, ValueError):
+        return 0
 
 
 def _ask(store: Store, keys: SampleKeys) -> None:

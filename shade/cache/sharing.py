@@ -40,6 +40,7 @@ _SLOWEST: Final = 1e-3
 """Speed, in samples a second, assumed of a job that stands still: its next uses are far away, not unknown."""
 _LONGEST_PAUSE_SECONDS: Final = 4.0
 """Longest pause between two looks at a store that does not answer; less than half a lease."""
+_LEAVE_SECONDS: Final = 1.0
 _SWEEP_SAMPLES: Final = 4096
 """Most residents that a sweep looks at for each batch: a fraction of a millisecond."""
 
@@ -341,12 +342,16 @@ class Sharing:
         return sum(int(self._cache.size_bytes_N[index]) for index in coming if not held_N[index])
 
     def leave(self) -> None:
-        """Lets the thread end, which says that this job has left; waits for nothing. Does nothing in a child."""
+        """Lets the thread end, which says that this job has left; waits for a second at most. Does nothing in a
+        child."""
         # A child's copy of the event may be locked by a thread that it does not have.
         if self._registry.record.process_id != os.getpid():
             return
         self._stop.set()
         self._wake.set()
+        # The garbage collector may run in any thread.
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LEAVE_SECONDS)
 
     def close(self) -> None:
         """Ends the thread, which says that this job has left. Safe to call twice, and in a child."""

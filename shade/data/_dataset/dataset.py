@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
-from shade.cache.cache import SampleCache
+from shade.cache.cache import SampleCache, held_bytes_of
 from shade.cache.entry import FORMAT_ENCODED
 from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
 from shade.data._dataset.batch_reader import BatchReader, ReaderPool, TransformChain
@@ -221,7 +221,7 @@ class ShadeDataset(Dataset[Any]):
         if wishes.form == "auto" and self.forecast is None:
             logger.info("form='auto' chose %r: %s", self._cached_format, _NO_STEP)
         cache.capacity_bytes = capacity_bytes
-        store.enter(source.fingerprint, min(capacity_bytes, int(cache.size_bytes_N.sum())), cache.held_bytes())
+        store.enter(source.fingerprint, min(capacity_bytes, int(cache.size_bytes_N.sum())), held_bytes_of(cache))
         if num_probes:
             cache.count_origin(num_probes, probe_bytes)
         return cache

@@ -298,7 +298,7 @@ class CachePlanner:
         return index_G[places]
 
     def leave(self) -> None:
-        """Leaves the cache to the other jobs soon; waits for nothing."""
+        """Leaves the cache to the other jobs; waits for a second at most."""
         if self.sharing is not None:
             self.sharing.leave()
 

@@ -6,8 +6,9 @@ and a piece is a range of a shard. `ShardFormat` finds the pieces of a shard (`S
 a piece's bytes.
 
 Each shard's index is a file of its own, so ranks and jobs that share the folder share the work. It holds what the
-shard's server or file system says of it: the size, and the time or ETag. If that is no longer so, the shard is refused
-by name, in the beginning (`ShardIndex`) and while it is read (`ShardIndex.check`). A damaged index is made again.
+shard's server or file system says of it: the size, and the time or ETag. If that is no longer so while it is read
+(`ShardIndex.check`), the shard is refused by name; in the beginning (`ShardIndex`), it is refused unless its samples
+lie where they lay, as those of a shard that was copied again do. A damaged index is made again.
 
 Price: 12 to 16 bytes a sample of a tar, in memory and on disk. Invariant: a range in the index is one of the shard as
 it was when its index was made, or the shard is refused.
@@ -33,6 +34,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -342,12 +344,16 @@ class ShardIndex:
             raise ConfigError.of("a folder for the index that this user may make", folder, cure) from error
         # Ranks begin at different shards, and find the others' work done.
         self._checked = dict.fromkeys(range(len(entries)), time.monotonic())
-        first = os.getpid() % len(entries)
-        order = [*range(first, len(entries)), *range(first)]
+        begin = os.getpid() % len(entries)
+        order = [*range(begin, len(entries)), *range(begin)]
         with ThreadPoolExecutor(min(_SCANNERS, len(entries))) as pool:
             made = pool.map(partial(self._scan, shard_format, origin), order)
             scans = dict(zip(order, made, strict=True))
-        self.scans = [scans[number] for number in range(len(entries))]
+        changed = {shard: before for shard, before in scans.items() if isinstance(before, Entry)}
+        if changed:
+            first = min(changed)
+            raise self._changed(first, changed[first], entries[first], num_changed=len(changed))
+        self.scans = [scan for _, scan in sorted(scans.items(), key=itemgetter(0)) if isinstance(scan, ShardScan)]
         """The pieces of each shard."""
         self.first_samples = [0, *itertools.accumulate(int(scan.rows_P.sum()) for scan in self.scans)]
         """The first sample of each shard, and the number of all samples at the end."""
@@ -434,7 +440,7 @@ class ShardIndex:
 
     def _compare(self, shard: int) -> None:
         entry = self.entries[shard]
-        (now,) = describe_shards([entry.url], self._options)
+        (now,) = describe_shards([entry.url], self._options, is_known=True)
         if now != entry:
             raise self._changed(shard, entry, now)
 
@@ -448,26 +454,30 @@ class ShardIndex:
             f"restore the shard; or, if it was changed on purpose, remove {path} and begin anew",
         )
 
-    def _changed(self, shard: int, before: Entry, now: Entry) -> DataError:
+    def _changed(self, shard: int, before: Entry, now: Entry, *, num_changed: int = 1) -> DataError:
+        path, others = self.path_of(shard), "" if num_changed == 1 else f" and {num_changed - 1} others"
         return DataError.of(
-            f"{shown_place(before.url)} to be what it was when its index was made ({before.num_bytes} bytes, "
+            f"{shown_place(before.url)}{others} to be what it was when its index was made ({before.num_bytes} bytes, "
             f"{before.version})",
             f"{now.num_bytes} bytes, {now.version}",
-            f"restore the shard; or, if it was changed on purpose, remove {self.path_of(shard)} and begin anew",
+            f"restore the shard; or, if it was changed on purpose, remove "
+            f"{path if num_changed == 1 else path.with_name('*.index')} and begin anew",
         )
 
-    def _scan(self, shard_format: ShardFormat, origin: Origin, shard: int) -> ShardScan:
-        """Returns a shard's pieces from its index, which is made if there is none."""
-        found = self._load(shard)
-        if found is not None:
-            return found
-        path, entry = self.path_of(shard), self.entries[shard]
+    def _scan(self, shard_format: ShardFormat, origin: Origin, shard: int) -> ShardScan | Entry:
+        """Returns a shard's pieces from its index, which is made if there is none; what the shard was if it has changed
+        since."""
+        entry = self.entries[shard]
+        before, scan = self._load(shard)
+        if scan is not None and before == entry:
+            return scan
+        path = self.path_of(shard)
         with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another rank or job made it while this one waited for the lock.
-            found = self._load(shard)
-            if found is not None:
-                return found
+            before, old = self._load(shard)
+            if old is not None and before == entry:
+                return old
             try:
                 scan = shard_format.scan(ShardFile(origin, entry))
             except OSError as error:
@@ -476,33 +486,34 @@ class ShardIndex:
                 ) from error
             # It may have changed while it was scanned.
             self._compare(shard)
+            if old is not None and old.to_bytes({}) != scan.to_bytes({}):
+                return before
             with replacing(path) as partial_path:
                 partial_path.write_bytes(
                     scan.to_bytes({"url": entry.url, "bytes": entry.num_bytes, "is": entry.version})
                 )
         return scan
 
-    def _load(self, shard: int) -> ShardScan | None:
+    def _load(self, shard: int) -> tuple[Entry, ShardScan | None]:
+        """Returns what a shard was when its index was made, and its pieces; None if there is no index."""
         path, entry = self.path_of(shard), self.entries[shard]
         try:
             header, scan = ShardScan.from_bytes(path.read_bytes())
         except FileNotFoundError:
-            return None
+            return entry, None
         except ValueError as error:
             logger.warning("the index %s is damaged (%s); it is made again", path, error)
-            return None
-        before = Entry(entry.url, header["bytes"], header["is"])
-        if before != entry:
-            raise self._changed(shard, before, entry)
-        return scan
+            return entry, None
+        return Entry(entry.url, header["bytes"], header["is"]), scan
 
 
-def describe_shards(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry]:
-    """Returns what servers or file systems say of shards now, in order; raises DataError if one is missing."""
+def describe_shards(urls: Sequence[str], options: Mapping[str, Any], *, is_known: bool = False) -> list[Entry]:
+    """Returns what servers or file systems say of shards now, in order, as `describe_many` does; raises DataError if
+    one is missing."""
     if is_url(urls[0]):
         # fsspec keeps listings, which may be older than the shards.
         open_file_system(urls[0], options).invalidate_cache()
-        return describe_many(urls, options)
+        return describe_many(urls, options, is_known=is_known)
     with ThreadPoolExecutor(min(STAT_THREADS, len(urls))) as pool:
         return list(pool.map(_described, urls)) if len(urls) > 1 else [_described(urls[0])]
 

@@ -20,6 +20,7 @@ from PIL import Image, UnidentifiedImageError
 from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._pacing.schedule import Schedule
+from shade.checkpoint._tiers import identity
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import HAS_SNAPSHOTS, RunConfig
@@ -264,9 +265,16 @@ def _check_storage(persist: str) -> None:
                     path.rmdir()
 
 
+def memory_folder(config: RunConfig, checkpoint_url: str | None) -> Path | None:
+    """Returns the folder of a run's buffers in this machine's shared memory; None if no process has saved it."""
+    name = identity.find(config.run, checkpoint_url, config.persist_to)
+    return None if name is None else own_folder(config.run) / name
+
+
 def has_snapshots(config: RunConfig, checkpoint_url: str | None) -> bool:
     """Returns whether any location holds a committed snapshot of the run; an unreachable one counts as empty."""
-    if own_records(own_folder(config.run)):
+    memory = memory_folder(config, checkpoint_url)
+    if memory is not None and own_records(memory, config.run):
         return True
     with contextlib.ExitStack() as resources, contextlib.suppress(ShadeError):
         if config.persist_to is not None:

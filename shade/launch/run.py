@@ -19,12 +19,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._buffer.shared_memory_folder import remove_folder
 from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, HAS_SNAPSHOTS, RUN_FILE, SNAPSHOTS, RunConfig
 from shade.errors import ConfigError, ShadeError, shown_place
 from shade.launch import preflight
 from shade.launch.bundled import DIGITS, EXAMPLES, prepare_digits
-from shade.launch.preflight import has_snapshots
+from shade.launch.preflight import has_snapshots, memory_folder
 from shade.launch.ranks import Ended, Ranks, await_machine_0, command, free_port, signals_as_exceptions, watch
 from shade.launch.resolve import StoreURLs, parse, resolve
 from shade.report import write_comparison, write_report
@@ -102,6 +102,9 @@ class Workspace:
         """
         if self.has_results:
             return
+        # Before the storage goes, which has the name of that folder.
+        if memory := memory_folder(self._config, self._checkpoint_url):
+            remove_folder(memory)
         if self._link.is_symlink() and os.readlink(self._link) == str(self.train_log):
             self._link.unlink()
             if self._linked_before is not None:
@@ -112,7 +115,6 @@ class Workspace:
             path.unlink()
         for folder in ("tensorboard", LOSSES, SNAPSHOTS):
             shutil.rmtree(self.out / folder, ignore_errors=True)
-        shutil.rmtree(own_folder(self._config.run), ignore_errors=True)
         with contextlib.suppress(OSError):
             # Deepest first; a folder with files of the user is not empty and stays.
             for path in self._made:

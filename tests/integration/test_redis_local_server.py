@@ -5,6 +5,7 @@ The deaths are real: a second Python opens the store, and is then interrupted, t
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -17,7 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from shade import ShadeDataset, ShadeSampler
 from shade.errors import ConfigError, StoreTimeoutError, StoreUnavailableError
 from shade.process import is_running
 from shade.store import open_store
@@ -208,3 +212,28 @@ def test_a_process_that_goes_while_it_is_looked_at_does_not_run(monkeypatch: pyt
 
         monkeypatch.setattr(Path, "read_text", late)
         assert not is_running(process.pid), "gone between two looks"
+
+
+def test_a_cell_that_is_run_again_leaves_no_server_and_no_job() -> None:
+    """It binds its names anew, and closes nothing; no more than 16 jobs use a cache at the same time."""
+    numbers, process_ids = TensorDataset(torch.arange(400.0).view(100, 4)), []
+
+    def cell(cache: str) -> tuple[ShadeDataset, ShadeSampler]:
+        dataset = ShadeDataset(numbers, cache, version="1")
+        sampler = ShadeSampler(dataset, batch_size=10, mode="uniform")
+        assert sum(len(batch) for _, batch in DataLoader(dataset, batch_size=10, sampler=sampler)) == 100
+        return dataset, sampler
+
+    with LocalServer() as server:
+        for _ in range(18):
+            dataset, sampler = cell(f"unix://{server.socket_path}")
+        sampler.close()
+        dataset.close()
+    for _ in range(2):
+        dataset, sampler = cell("local://")
+        assert dataset.cache is not None
+        assert isinstance(dataset.cache.store, LocalStore)
+        process_ids.append(dataset.cache.store.server.process_id)
+    del dataset, sampler
+    gc.collect()
+    assert _gone_within(20, *process_ids)

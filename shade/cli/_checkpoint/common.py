@@ -125,7 +125,7 @@ def opened(given: argparse.Namespace, *, shared_memory: bool = False) -> Iterato
                 _logger.warning("cluster memory cannot be read: %s", error)
         if volume is not None:
             storage = StorageTier(volume, run)
-        shared = _shared_memory(run) if shared_memory else []
+        shared = _shared_memory(run, given) if shared_memory else []
         tiers = [*shared, *(tier for tier in (memory, storage) if tier is not None)]
         for tier in shared:
             resources.callback(tier.close)
@@ -177,11 +177,14 @@ def _only_run(store: Store | None, volume: Volume | None) -> str:
     raise ConfigError.of("one run", ", ".join(sorted(runs)), "choose one with --run")
 
 
-def _shared_memory(run: str) -> list[Tier]:
-    from shade.checkpoint._buffer.shared_memory_folder import leftovers
+def _shared_memory(run: str, given: argparse.Namespace) -> list[Tier]:
+    from shade.checkpoint._buffer.shared_memory_folder import own_folder
     from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+    from shade.checkpoint._tiers import identity
 
-    return [SharedMemoryTier(run, 0)] if run in {name for name, _ in leftovers()} else []
+    # What another storage's run has left under this id is not asked for.
+    name = identity.find(run, given.store, given.persist)
+    return [SharedMemoryTier(run, 0, identity=name)] if name and (own_folder(run) / name).is_dir() else []
 
 
 def moment(seconds: float) -> str:

@@ -64,6 +64,9 @@ class Probe:
         self.payload_of |= rest
         self._measure_decoding()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_source": None, "payload_of": {}}
+
     def read(self, indices: list[int]) -> dict[int, Any]:
         """Returns payloads by index, as `SampleSource.read_many` returns them, and counts them."""
         with kept_generators():  # the script's random numbers stay those that it has without shade
@@ -122,6 +125,10 @@ class DecodedSource(PreparedSource):
     @override
     def name_of(self, index: int) -> str:
         return self._files.name_of(index)
+
+    @override
+    def changed_among(self, indices: list[int]) -> set[int]:
+        return self._files.changed_among(indices)
 
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """Reads files as they are; `prepared` turns them into pictures."""

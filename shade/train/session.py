@@ -93,6 +93,15 @@ class TrainSession:
         return cls(RunConfig.load(path))
 
     def __enter__(self) -> TrainSession:
+        try:
+            self._enter()
+        except ShadeError as error:
+            # Python calls `__exit__` only for what comes later, and the launcher is to know.
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _enter(self) -> None:
         logging.basicConfig(format=f"rank {self.rank}: %(message)s", level=logging.INFO, force=True)
         if RUN_FILE in os.environ:
             die_with_parent(os.getppid())
@@ -109,7 +118,6 @@ class TrainSession:
             self._host_group = current_group("the metrics", timeout_seconds=self._timeout_seconds)
             _check_same_flags(self._host_group, self.config)
         self._show_note("building data set and model")
-        return self
 
     def _show_note(self, note: str) -> None:
         if self.local_rank == 0 and RUN_FILE in os.environ:

@@ -72,7 +72,7 @@ class TestHelp:
         assert told.returncode == 0, told.stderr
 
     @pytest.mark.parametrize(
-        "line", ["", "foo", "cache", "cache upp", "report", "simulate", "doctor --what", "cache up --nodes x"]
+        "line", ["foo", "cache", "cache upp", "report", "simulate", "doctor --what", "cache up --nodes x"]
     )
     def test_what_is_not_known_is_one_line(self, line: str, capsys: Capture) -> None:
         assert refused(capsys, *line.split()).startswith("shade")

@@ -96,7 +96,7 @@ class GradientStep:
         self.own_used: list[set[int]] = [set() for _ in sizes]
         """Places of the parameters of each bucket that have a gradient on this rank."""
         self.used: list[set[int] | None] = [None] * len(sizes)
-        """The same on any rank with samples, as the counts told; None: all of the bucket's parameters."""
+        """The same on any rank with samples, from the counts; None: all of the bucket's parameters."""
         # Events of each bucket, since buckets overlap: all its gradients are here; it is picked and encoded.
         self.ready = [threading.Event() for _ in sizes]
         self.packed = [threading.Event() for _ in sizes]

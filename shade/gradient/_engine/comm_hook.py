@@ -40,7 +40,7 @@ from shade.errors import ConfigError, NonFiniteGradientError, PayloadError, Peer
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
 from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import FlatTopology
-from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
+from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.compressor import COMPRESSORS, Key, Sparse
 from shade.gradient._compress.correction import STEPS, Correction
 from shade.gradient._compress.error_feedback import ErrorFeedback
@@ -48,6 +48,7 @@ from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import WarmUp
 from shade.gradient._engine.gradient_hooks import LossScale
 from shade.gradient._engine.replica import check_same_setup
+from shade.rank_group import TIMEOUT_SECONDS
 
 _JOIN_SECONDS = 5.0
 _NO_BACKWARD = -1
@@ -70,7 +71,7 @@ class _Job:
 class SparseState:
     """The state of `sparse_hook` between steps. Its constructor is collective; `close` it at the end.
 
-    Made before torch.distributed is initialised, as Lightning's ``ddp_comm_state`` is, it meets the other ranks in the
+    Made before torch.distributed is initialised, as where Lightning's strategy gets it, it meets the other ranks in the
     first backward pass.
 
     Args:
@@ -215,7 +216,7 @@ class SparseState:
             job.future.set_result(_filled(job.buffer, torch.from_numpy(average_D)))
         except Exception as error:  # noqa: BLE001 - better than a backward pass that never returns
             self._error = self._error or error
-            job.future.set_exception(error)
+            job.future.set_exception(error)  # type: ignore[arg-type]
 
     def _raise(self) -> None:
         if self._error is not None and not (isinstance(self._error, NonFiniteGradientError) and self._scale.skips):

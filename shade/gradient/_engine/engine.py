@@ -43,7 +43,7 @@ from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import PROTOCOL
 from shade.gradient._comm.step import GradientStep, StepState
 from shade.gradient._comm.topology import FlatTopology, NodeTopology, Topology
-from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
+from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import Correction
@@ -61,6 +61,7 @@ from shade.gradient._engine.replica import (
     check_same_setup,
 )
 from shade.gradient._optim.base import SparseOptimizer, corrections_of, plain_groups
+from shade.rank_group import TIMEOUT_SECONDS
 from shade.types import Decision, StepReport
 
 

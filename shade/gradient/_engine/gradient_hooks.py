@@ -183,7 +183,7 @@ class GradientHooks:
 
     def _stand_in(self, parameter: Tensor) -> MovedGradient | None:
         """Returns what stands in p.grad, which must have its parameter's type, device and shape."""
-        moved = self._moved[parameter]
+        moved = self._moved[parameter]  # type: ignore[index]
         now = (parameter.dtype, parameter.device, parameter.shape)
         return moved if (moved.dtype, moved.device, moved.shape) == now else None
 

@@ -37,11 +37,12 @@ from shade.errors import ConfigError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
 from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import FlatTopology
-from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
+from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
 from shade.gradient._engine.replica import average_buffers, broadcast_weights, check_all_known, check_same_setup
+from shade.rank_group import TIMEOUT_SECONDS
 
 
 class DiLoCo:

@@ -167,7 +167,7 @@ class _Stages:
     def _held(self, work: GradientStep, number: int, gradient_D: torch.Tensor) -> list[slice]:
         """Returns the parts of this rank's share of a bucket for which there is no gradient.
 
-        Their residual stays until there is one again: if no rank has a gradient of a parameter, nobody steps it.
+        Their residual stays until there is one again: if no rank has a gradient of a parameter, none steps it.
         """
         bucket, used = self._bucket_states[number].bucket, work.own_used[number]
         if len(used) == work.sizes[number]:

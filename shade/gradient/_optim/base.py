@@ -8,9 +8,6 @@ elements as they are; decision 0016 says what that costs and what it changes.
 Coefficients (learning rate, momentum, betas, decay) enter the closed forms as they were at each skipped step, so any
 scheduler works.
 
-A parameter without a gradient on any rank takes no step, as in PyTorch. Where others of its bucket do, the bucket is
-stepped in *parts* from then on.
-
 **Replicas.** `apply` and `flush` produce the same bits on every machine that calls them in the same order. A flush
 rounds differently from no flush: call it on all ranks at the same step, or on none. `state_dict` changes nothing: what
 lags is saved lagging, and continues bit for bit. After a `flush` the state has the format of PyTorch's optimizer of
@@ -188,12 +185,7 @@ class SparseOptimizer(Optimizer, ABC):
         return [[len(memory.part.parameters), *memory.moments] for memory in self._parts_of(bucket)]
 
     def take_layout(self, bucket: Bucket, layout: Sequence[Sequence[Any]]) -> None:
-        """Gives a bucket the parts and moments that it has on another rank, whose replica is to be taken over.
-
-        Args:
-            bucket: The bucket.
-            layout: The result of `layout_of` on that rank.
-        """
+        """Gives a bucket the parts and moments of `layout_of` on another rank, whose replica is to be taken over."""
         if self.layout_of(bucket) == [list(each) for each in layout]:
             return
         memories, start = [], 0
@@ -250,10 +242,8 @@ class SparseOptimizer(Optimizer, ABC):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point() or parameter.layout is not torch.strided:
-                got = f"{parameter.dtype} {parameter.layout}"
-                raise ConfigError.of(
-                    "dense real floating-point parameters", got, "use an optimizer of torch.optim for it"
-                )
+                got, cure = f"{parameter.dtype} {parameter.layout}", "use an optimizer of torch.optim for it"
+                raise ConfigError.of("dense real floating-point parameters", got, cure)
 
     def _all_buckets(self) -> list[Bucket]:
         buckets = list(self._memories)
@@ -298,9 +288,8 @@ class SparseOptimizer(Optimizer, ABC):
         for earlier, memories in list(self._memories.items()):
             if not set(bucket.parameters).isdisjoint(earlier.parameters):
                 if any(memory.is_behind for memory in memories):
-                    raise ConfigError.of(
-                        "the buckets of before, or buckets that are up to date", "new buckets that lag", _FLUSH
-                    )
+                    expected = "the buckets of before, or buckets that are up to date"
+                    raise ConfigError.of(expected, "new buckets that lag", _FLUSH)
                 del self._memories[earlier]
         numbers = {parameter: number for number, parameter in enumerate(self._numbered())}
         lagging = {number: place for place, lag in enumerate(self._lags) for number in lag["parameters"]}

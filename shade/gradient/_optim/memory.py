@@ -30,6 +30,8 @@ OnLines = Callable[[Floats, Sequence[Floats], Places, int, int], None]
 class BucketPart:
     """Neighbouring parameters of a bucket that have taken the same steps; usually all of them.
 
+    A parameter without a gradient on any rank takes no step, as in PyTorch; then its bucket is stepped in parts.
+
     Args:
         bucket: The bucket.
         places: Of the parameters in it; None: all.

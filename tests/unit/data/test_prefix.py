@@ -837,7 +837,7 @@ def test_auto_caches_a_step_of_any_data_set(kind: str, way: str, tmp_path: Path)
         assert stats["hits"] == stats["misses"] == N // 4
         if isinstance(wrapped, Pictures):
             # Probes are read in a process of their own.
-                assert N // 4 <= wrapped.num_reads < stats["origin_reads"]
+            assert N // 4 <= wrapped.num_reads < stats["origin_reads"]
         dataset.close()
     assert plainly(seen["encoded"]) == plainly(seen["auto"])
     chosen = "prefix of [12] steps?" if way == "steps" else "prefix"

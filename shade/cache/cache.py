@@ -180,6 +180,13 @@ class SampleCache:
             )
         return self._admission
 
+    def held_bytes(self) -> int:
+        """Returns what the entries occupy by the shared counter, 0 if the store does not say."""
+        try:
+            return self.admission.counted_bytes()
+        except (StoreError, ValueError):
+            return 0
+
     @property
     def _fetch(self) -> Fetch:
         if self._fetcher is None:

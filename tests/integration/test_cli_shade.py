@@ -102,6 +102,10 @@ class TestHelp:
         assert "did you mean" not in refused(capsys, "xyzzy")
         assert "did you mean" not in refused(capsys, "run", "--qqqq")
 
+    def test_without_a_word_it_teaches(self, capsys: Capture) -> None:
+        assert main([]) == 2
+        assert "shade doctor" in capsys.readouterr().err
+
 
 class TestRun:
     """``shade run`` is the launcher."""

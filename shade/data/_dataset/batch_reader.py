@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import operator
 import os
 import threading
@@ -41,6 +42,8 @@ from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place
+
+logger = logging.getLogger("shade.data")
 
 _REPLACEMENTS = 64
 """Samples after a bad one that are tried in its place."""
@@ -181,7 +184,7 @@ class BatchReader:
         access_log: str | None,
     ) -> None:
         self._source, self._cache, self._skips_bad, self.transforms = source, cache, skips_bad, transforms
-        self._num_hits, self._next_compared = 0, 1
+        self._num_hits, self._next_compared, self._num_bad = 0, 1, 0
         self._access_log = access_log
         self._log_fd: tuple[int, int] | None = None
         self.generators = BatchGenerators()
@@ -412,9 +415,10 @@ class BatchReader:
     def _decode(self, index: int, payload: Any) -> tuple[Any, ...]:
         try:
             return self._source.decode(index, payload)
-        except BadSampleError:
+        except BadSampleError as error:
             if not self._skips_bad or not isinstance(index, int):
                 raise
+            words = str(error)
         count = not_counted if self._cache is None else self._cache.count_origin
         # The nearest readable sample after it, which is the same one on every rank.
         for offset in range(1, min(_REPLACEMENTS, len(self)) + 1):
@@ -425,6 +429,10 @@ class BatchReader:
                 continue
             if self._cache is not None:
                 self._cache.ledger.add(bad_samples=1)
+            self._num_bad += 1
+            # Bad sample number 1, 2, 4, 8 … of this process.
+            if self._num_bad & (self._num_bad - 1) == 0:
+                logger.warning("bad sample number %d: %s; sample %d takes its place", self._num_bad, words, other)
             return item
         name = shown_place(self._source.name_of(index))
         raise BadSampleError(

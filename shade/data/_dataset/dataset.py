@@ -91,7 +91,7 @@ class ShadeDataset(Dataset[Any]):
         dataset: Any,
         cache: str | Store | None = "local://",
         *,
-        disk: str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         working_set_fraction: float = WORKING_SET_FRACTION,
         policy: str | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -221,7 +221,7 @@ class ShadeDataset(Dataset[Any]):
         if wishes.form == "auto" and self.forecast is None:
             logger.info("form='auto' chose %r: %s", self._cached_format, _NO_STEP)
         cache.capacity_bytes = capacity_bytes
-        store.enter(source.fingerprint, min(capacity_bytes, int(cache.size_bytes_N.sum())))
+        store.enter(source.fingerprint, min(capacity_bytes, int(cache.size_bytes_N.sum())), cache.held_bytes())
         if num_probes:
             cache.count_origin(num_probes, probe_bytes)
         return cache

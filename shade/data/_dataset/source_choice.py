@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shade.data._dataset import item_codec
 from shade.data._dataset.joined_source import JoinedSource
@@ -187,13 +187,20 @@ def _check_map_style(dataset: Any) -> None:
         cure = "open it first, such as with torchvision.datasets.ImageFolder(path), or RemoteImageFolder(url)"
     elif isinstance(dataset, DataLoader):
         cure = "pass the data set inside it (loader.dataset), and make the loader of ShadeDataset's result"
-    elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__next__"):
+    # MosaicML's and LitData's streams have samples by index too.
+    elif (isinstance(dataset, IterableDataset) and not _has_samples(kind)) or hasattr(dataset, "__next__"):
         cure = "a stream has no samples by index: read it into a list, or train on it without ShadeDataset"
     elif isinstance(dataset, Mapping) and dataset and not all(isinstance(key, int) for key in dataset):
         cure = f"choose one of its parts, such as [{next(iter(dataset))!r}]"
-    elif hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
+    elif _has_samples(kind):
         return
     raise ConfigError.of("a map-style data set", f"{kind.__module__}.{kind.__qualname__}", cure)
+
+
+def _has_samples(kind: type) -> bool:
+    """Returns whether a class has a length and samples by index; torch's base class has an index that raises."""
+    reads = getattr(kind, "__getitem__", None)
+    return reads is not None and reads is not Dataset.__getitem__ and hasattr(kind, "__len__")
 
 
 def _reads_plain_images(dataset: Any) -> bool:

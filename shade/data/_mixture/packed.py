@@ -116,7 +116,20 @@ class _Items:
         return found[0]
 
     def _tokens(self, document: int, item: Any) -> Indices:
-        item = torch.as_tensor(item)
+        try:
+            item = torch.as_tensor(item)
+        except (TypeError, ValueError, RuntimeError) as error:
+            got, cure = (
+                f"{type(item).__name__} at {document}",
+                "wrap the data set so that an item is its token ids alone",
+            )
+            if isinstance(item, Mapping) and item:
+                got = f"a dict of {', '.join(map(str, item))} at {document}"
+                name = "input_ids" if "input_ids" in item else next(iter(item))
+                cure = f"name the column: dataset[{name!r}] of Hugging Face; or {cure}"
+            raise ConfigError.of(f"1-D integer tensors as the items of {self._name!r}", got, cure) from error
+        # Torch takes an empty list for one of floats.
+        item = item.to(torch.int64) if item.shape == (0,) else item
         if item.ndim != 1 or item.is_floating_point() or item.is_complex() or item.dtype == torch.bool:
             raise ConfigError.of(
                 f"1-D integer tensors as the items of {self._name!r}",

@@ -43,6 +43,8 @@ from shade.types import Order
 _BLOCKS_AT_ONCE: Final = 8
 _PROBES: Final = 16
 _PROBED_PIECES: Final = 4
+_PROBED_ROWS: Final = 1000
+"""Rows of each of those pieces."""
 
 
 class Shards(Dataset[Any]):
@@ -74,7 +76,7 @@ class Shards(Dataset[Any]):
         *,
         decode: Mapping[str, Callable[[Any], Any]] | None = None,
         index: str | os.PathLike[str] | None = None,
-        disk: str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         options: Mapping[str, Any] | None = None,
         format: ShardFormat | None = None,
     ) -> None:
@@ -86,7 +88,7 @@ class Shards(Dataset[Any]):
         self._columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
         self._decode = dict(decode or {})
         self._origin: Origin = UrlOrigin(options) if is_url(urls[0]) else FileOrigin()
-        folder = _default_folder() if index is None else os.fspath(index)
+        folder = _default_folder() if index is None else os.path.expanduser(index)
         entries = describe_shards(urls, options or {})
         self._index = ShardIndex(entries, self._format, folder, self._origin, options)
         if not len(self._index):
@@ -206,7 +208,8 @@ class Shards(Dataset[Any]):
         if self._window is not None:
             self._window.close()
             self._window = None
-        if not is_url(self._index.entries[0].url) and self._format.opened(self._index.entries[0].url) is not None:
+        first = self._index.entries[0].url
+        if not is_url(first) and self._format.opened(first, self._index.scans[0]) is not None:
             return
         num_bytes = sum(entry.num_bytes for entry in self._index.entries)
         ahead = ReadAhead(
@@ -367,9 +370,8 @@ class Shards(Dataset[Any]):
         if self._format.keeps_rows:
             places = [(shard, piece) for shard, scan in enumerate(scans) for piece in range(len(scan.start_P))]
             chosen = {places[int(at)] for at in np.linspace(0, len(places) - 1, min(_PROBED_PIECES, len(places)))}
-            found = [
-                each for _, payloads in self._pieces.read(dict.fromkeys(sorted(chosen)), count) for each in payloads
-            ]
+            pieces = self._pieces.read(dict.fromkeys(sorted(chosen)), count)
+            found = [each for _, payloads in pieces for each in _some(payloads)]
             size_N = np.full(len(self), max(_lengths(found)), dtype=np.int64)
         else:
             # An archive's payload lacks headers and columns that were not chosen; that of a key and a value has more.
@@ -432,6 +434,11 @@ class ShardSource(NearSource):
     @override
     def close(self) -> None:
         self.shards.close()
+
+
+def _some(payloads: Sequence[Any]) -> list[Any]:
+    """Returns the payloads of some rows of a piece, from its first to its last."""
+    return [payloads[int(row)] for row in np.linspace(0, len(payloads) - 1, min(_PROBED_ROWS, len(payloads)))]
 
 
 def _lengths(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:

@@ -86,11 +86,11 @@ class DiLoCo:
         self._model, self._every, self._lr, self._momentum = model, every, lr, momentum
         self._density, self._seed = density, seed
         names, buckets = {parameter: name for name, parameter in model.named_parameters()}, []
-        refusal: ConfigError | None = None
+        refusal: Exception | None = None
         try:
             _check_arguments(every, lr, momentum, density)
             buckets = plan_buckets([{"params": list(names)}], names, bucket_bytes)
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001 - raised once the others know it, or they would wait for this rank
             refusal = error
         self._known = {parameter for bucket in buckets for parameter in bucket.parameters}
         world = Transport(group, timeout_seconds=timeout_seconds)

@@ -321,6 +321,18 @@ class Stream(IterableDataset[int]):
         return iter(range(5))
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 5
+
+
+class StreamWithSamples(SizedStream):
+    """As those of MosaicML and LitData."""
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"number": range(5)[index]}
+
+
 class Lengthless(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index
@@ -330,6 +342,7 @@ class Lengthless(Dataset[int]):
     ("wrapped", "cure"),
     [
         (Stream(), "list"),
+        (SizedStream(), "list"),
         (iter(range(3)), "list"),
         (Lengthless(), "__len__"),
         ("/tmp", "ImageFolder"),
@@ -346,7 +359,9 @@ def test_what_is_no_map_style_data_set_is_refused(wrapped: Any, cure: str) -> No
         ShadeDataset(wrapped, cache="memory://")
 
 
-@pytest.mark.parametrize("wrapped", [[1, 2, 3], (1, 2), np.arange(4), torch.arange(4), {0: "a", 1: "b"}])
+@pytest.mark.parametrize(
+    "wrapped", [[1, 2, 3], (1, 2), np.arange(4), torch.arange(4), {0: "a", 1: "b"}, StreamWithSamples()]
+)
 def test_any_sequence_is_a_data_set(wrapped: Any) -> None:
     dataset = ShadeDataset(wrapped, cache="memory://")
     assert dataset[1] == (wrapped[1], 1)

@@ -46,6 +46,16 @@ def test_undo_keeps_what_was_there(here: Path, tmp_path: Path) -> None:
     assert (here / "train.log").resolve() == tmp_path / "runs" / "first" / "train.log"
 
 
+def test_of_two_runs_in_one_directory_the_second_is_refused_and_takes_nothing_away(here: Path, tmp_path: Path) -> None:
+    first = Workspace(config_of(tmp_path / "r"), here)
+    before = sorted(path.name for path in first.out.iterdir())
+    with pytest.raises(ConfigError, match="an --out without a run in it"):
+        Workspace(config_of(tmp_path / "r"), here)
+    assert sorted(path.name for path in first.out.iterdir()) == before
+    Workspace(config_of(tmp_path / "r"), here, is_again=True).undo()
+    assert list(first.out.iterdir()) == []
+
+
 def test_undo_leaves_another_machines_directory_alone(here: Path, tmp_path: Path) -> None:
     second = Workspace(config_of(tmp_path / "runs" / "r" / "node1"), here)
     first = Workspace(config_of(tmp_path / "runs" / "r"), here)

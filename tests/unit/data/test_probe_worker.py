@@ -7,7 +7,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -25,16 +25,17 @@ class Archive(Dataset[Any]):
     """Opens its file at the first read; a read is a seek and a read, as tar and zip do it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.file = path, cast(Any, None)
+        self.path = path
+        self.file: int | None = None
 
     def __len__(self) -> int:
         return N
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> Any:
         if self.file is None:
-            self.file = self.path.open("rb", buffering=0)
-        self.file.seek(8 * index)
-        return int(self.file.read(8))
+            self.file = os.open(self.path, os.O_RDONLY)
+        os.lseek(self.file, 8 * index, os.SEEK_SET)
+        return int(os.read(self.file, 8))
 
 
 @pytest.fixture

@@ -401,8 +401,9 @@ class BatchReader:
         return batch
 
     def _fresh(self, payloads: Sequence[Any]) -> list[Any] | None:
-        """Returns the items of a batch that was just read, if nothing of ours may change them and each is there once."""
-        if self.transforms.samples or self.transforms.targets or not all(type(each) is FreshItem for each in payloads):
+        """Returns the items of a batch that was just read, if no transform may change them and each is there once."""
+        has_transforms = bool(self.transforms.samples or self.transforms.targets)
+        if has_transforms or not all(type(payload) is FreshItem for payload in payloads):
             return None
         return [each.item for each in payloads] if len(set(map(id, payloads))) == len(payloads) else None
 

@@ -279,8 +279,8 @@ def collated(payloads: Sequence[Any], indices: Sequence[int]) -> list[Any] | Non
 
 
 def decoded_many(payloads: Sequence[Any]) -> list[Any] | None:
-    """Returns what `decode` makes of each payload; None if they have to be decoded one by one, as for `collated`, or are
-    so large that one which is kept should not keep the batch's memory."""
+    """Returns what `decode` makes of each payload; None if they have to be decoded one by one, as for `collated`, or
+    one of them is so large that it should have memory of its own."""
     if any(isinstance(payload, Exception) or len(payload) > _MOST_TOGETHER_BYTES for payload in payloads):
         return None
     parts = _columns(payloads)

@@ -28,7 +28,7 @@ class RowsInMemory:
         for number, leaf in enumerate(self._selection.leaves):
             for name, value in getattr(leaf, "__dict__", {}).items():
                 if _has_rows(value, len(leaf)):
-                    self._known[number, name] = list(value) if isinstance(value, list) else np.array(value)
+                    self._known[number, name] = _copied(value)
         self._num_equal = dict.fromkeys(self._known, 0)
 
     def changed_among(self, indices: list[int]) -> set[int]:
@@ -59,15 +59,20 @@ def _has_rows(value: Any, num_rows: int) -> bool:
     return is_plain and value.ndim > 0 and len(value) == num_rows and value.nbytes <= _MOST_ROW_BYTES * num_rows
 
 
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.numpy().copy()
+    return value.copy()
+
+
 def _differing(value: Any, known: Any, rows: list[int]) -> list[int]:
     """Returns the places in ``rows`` whose entry differs from the known one."""
-    if not isinstance(value, list if isinstance(known, list) else (np.ndarray, torch.Tensor)) or len(value) != len(
-        known
-    ):
+    kinds = list if isinstance(known, list) else (np.ndarray, torch.Tensor)
+    if not isinstance(value, kinds) or len(value) != len(known):
         return list(range(len(rows)))
-    if isinstance(known, list):
+    if isinstance(value, list):
         return [at for at, row in enumerate(rows) if value[row] is not known[row] and value[row] != known[row]]
-    now = np.asarray(value[rows])
+    now = value[rows].numpy() if isinstance(value, torch.Tensor) else value[rows]
     if now.shape != known[rows].shape:
         return list(range(len(rows)))
-    return np.flatnonzero((now != known[rows]).reshape(len(rows), -1).any(1)).tolist()  # type: ignore[no-any-return]
+    return [int(at) for at in np.flatnonzero((now != known[rows]).reshape(len(rows), -1).any(1))]

@@ -281,9 +281,9 @@ class ItemSource(SampleSource):
         digest = xxhash.xxh3_64(kind_of(dataset).encode())
         self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
         self.has_encoded_items = decode_item is item_codec.decode
-        self._makes_items = not (
-            getattr(getattr(dataset, "__getitems__", None), "__module__", None) or "torch."
-        ).startswith("torch.")
+        # torch's own reads hand out what lies in memory.
+        together = getattr(type(dataset), "__getitems__", None)
+        self._makes_items = not getattr(together, "__module__", "torch.").startswith("torch.")
         self._is_kept = is_cached or encode is not item_codec.encode or decode_item is not item_codec.decode
         num_samples = len(dataset)
         # Else the fingerprint covers every item, or none.

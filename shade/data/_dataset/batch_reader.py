@@ -26,9 +26,9 @@ from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shade.cache.cache import SampleCache
-from shade.data._dataset import item_codec
-from shade.data._dataset.content import fingerprints_in, innermost_transform
-from shade.data._dataset.source import (
+from shade.data._source import item_codec
+from shade.data._source.content import fingerprints_in, innermost_transform
+from shade.data._source.source import (
     FreshItem,
     ItemSource,
     PreparedSource,
@@ -37,7 +37,7 @@ from shade.data._dataset.source import (
     not_counted,
     read_nearest,
 )
-from shade.data._dataset.source_choice import SampleFiles
+from shade.data._source.source_choice import SampleFiles
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of

@@ -20,13 +20,13 @@ from shade.cache.cache import SampleCache, held_bytes_of
 from shade.cache.entry import FORMAT_ENCODED
 from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
 from shade.data._dataset.batch_reader import BatchReader, ReaderPool, TransformChain
-from shade.data._dataset.content import innermost_transform
 from shade.data._dataset.format_choice import FormatChoice, FormatWishes
 from shade.data._dataset.prefix import PrefixSplit, candidates, split
 from shade.data._dataset.prefixed_source import prefixed_source_of
-from shade.data._dataset.source import FileSource, SampleSource
-from shade.data._dataset.source_choice import files_of, source_of
 from shade.data._decode.cached_format import FormatForecast, check_cached_format
+from shade.data._source.content import innermost_transform
+from shade.data._source.source import FileSource, SampleSource
+from shade.data._source.source_choice import files_of, source_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.errors import ConfigError
 from shade.policy import POLICIES

@@ -15,7 +15,6 @@ from PIL import Image
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_PICTURE
-from shade.data._dataset.source import CountOrigin, FileSource, PreparedSource, SampleSource, read_nearest
 from shade.data._decode.cached_format import (
     pack_picture,
     packed_bytes,
@@ -24,6 +23,7 @@ from shade.data._decode.cached_format import (
 )
 from shade.data._decode.jpeg import decode_rgb, jpeg_decoder, size_of
 from shade.data._decode.pixels import Box
+from shade.data._source.source import CountOrigin, FileSource, PreparedSource, SampleSource, read_nearest
 from shade.data._transforms.randomness import kept_generators
 from shade.errors import DataError
 

@@ -11,13 +11,10 @@ from functools import partial
 from typing import Any
 
 from shade.cache.entry import HEADER_BYTES
-from shade.data._dataset import item_codec
 from shade.data._dataset.decoded_source import DecodedSource, Probe
 from shade.data._dataset.prefix import Prefix, PrefixSplit, random_prefix
 from shade.data._dataset.prefix_probe import Probed, probe, probed_indices
 from shade.data._dataset.prefixed_source import prefixed_source_of
-from shade.data._dataset.probe_worker import in_probe_worker
-from shade.data._dataset.source import FileSource, ItemSource, SampleSource
 from shade.data._decode.cached_format import (
     PROBES,
     FormatCosts,
@@ -25,6 +22,9 @@ from shade.data._decode.cached_format import (
     PrefixCosts,
     forecast,
 )
+from shade.data._source import item_codec
+from shade.data._source.probe_worker import in_probe_worker
+from shade.data._source.source import FileSource, ItemSource, SampleSource
 from shade.errors import ConfigError
 from shade.rank_group import current_group
 

@@ -18,13 +18,13 @@ from PIL import Image
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
-from shade.data._dataset import item_codec
-from shade.data._dataset.content import content_digest
 from shade.data._dataset.prefix import Prefix, Step
 from shade.data._dataset.prefix_probe import Probed, probe
-from shade.data._dataset.probe_worker import in_probe_worker
-from shade.data._dataset.rows_in_memory import RowsInMemory
-from shade.data._dataset.source import (
+from shade.data._source import item_codec
+from shade.data._source.content import content_digest
+from shade.data._source.probe_worker import in_probe_worker
+from shade.data._source.rows_in_memory import RowsInMemory
+from shade.data._source.source import (
     CountOrigin,
     FileSource,
     ItemSource,
@@ -33,7 +33,7 @@ from shade.data._dataset.source import (
     class_targets,
     read_nearest,
 )
-from shade.data._dataset.source_choice import file_source_of, own_source_of
+from shade.data._source.source_choice import file_source_of, own_source_of
 from shade.errors import BadSampleError
 
 
@@ -200,7 +200,7 @@ def prefixed_source_of(
     """Returns the source that caches what a prefix makes of a data set's samples.
 
     ``source`` has the samples before the prefix, if there is one already. Other arguments and errors are as for
-    `shade.data._dataset.source.source_of`, and as for `PrefixedSource`.
+    `shade.data._source.source_choice.source_of`, and as for `PrefixedSource`.
     """
     if source is None:
         files = file_source_of(dataset, encode, decode, skips_missing=skips_missing)

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch.utils.data import Dataset
 
-from shade.data._dataset.probe_worker import in_probe_worker
+from shade.data._source.probe_worker import in_probe_worker
 from shade.errors import ConfigError
 from shade.sampling.packing import PackedSequence
 from shade.types import Indices

@@ -28,7 +28,6 @@ import numpy as np
 import xxhash
 from typing_extensions import override
 
-from shade.data._dataset import item_codec
 from shade.data._decode.jpeg import decode_rgb
 from shade.data._origin.url_origin import is_url
 from shade.data._shards.index import (
@@ -41,6 +40,7 @@ from shade.data._shards.index import (
     ShardScan,
     UnlikeIndexError,
 )
+from shade.data._source import item_codec
 from shade.errors import ConfigError, DataError, shown_place
 
 KEY: Final = "__key__"

@@ -43,10 +43,10 @@ import numpy.typing as npt
 import xxhash
 from typing_extensions import override
 
-from shade.data._dataset.content import STAT_THREADS
 from shade.data._origin.origin import ByteRange, Origin
 from shade.data._origin.url_origin import Entry, describe_many, is_url, list_folder, open_file_system
 from shade.data._shards.blocks import BLOCK_BYTES, Block
+from shade.data._source.content import STAT_THREADS
 from shade.errors import ConfigError, DataError, shown_place, without_login
 from shade.installation import install_hint
 from shade.process import replacing

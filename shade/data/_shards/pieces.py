@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from shade.data._dataset.source import CountOrigin
 from shade.data._origin.origin import ByteRange, Origin
 from shade.data._origin.url_origin import is_url
 from shade.data._shards.blocks import coalesced
 from shade.data._shards.index import RangeParts, ShardFormat, ShardIndex, UnlikeIndexError
 from shade.data._shards.tables import TableRows
+from shade.data._source.source import CountOrigin
 
 GAP_BYTES: Final = 64 << 10
 """Ranges that are no further apart are read in one request (decision 0041)."""

@@ -23,7 +23,6 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
-from shade.data._dataset.source import CountOrigin, NearSource, checked_index, not_counted
 from shade.data._origin.origin import FileOrigin, Origin
 from shade.data._origin.url_origin import UrlOrigin, is_url
 from shade.data._shards.blocks import Block, BlockTier, ReadAhead, memory_tier
@@ -36,6 +35,7 @@ from shade.data._shards.index import (
     suffix_of,
 )
 from shade.data._shards.pieces import Piece, PieceReader, PiecesRead
+from shade.data._source.source import CountOrigin, NearSource, checked_index, not_counted
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place
 from shade.store.disk import disk_url
 from shade.types import Order
@@ -95,7 +95,7 @@ class Shards(Dataset[Any]):
             raise DataError.of("at least one sample", 0, f"look into {shown_place(urls[0])}")
         self._index.check_columns({*(self._columns or ()), *self._decode})
         chosen = None if self._columns is None else sorted(self._columns)
-        # The name by which `shade.data._dataset.content` knows the content, as that of a Hugging Face data set.
+        # The name by which `shade.data._source.content` knows the content, as that of a Hugging Face data set.
         self._fingerprint = xxhash.xxh3_64_hexdigest(f"{self._index.fingerprint} {chosen}".encode())
         self._pieces = PieceReader(self._index, self._format, self._origin, self._columns)
         self._counting = threading.Lock()  # counts of several threads that read ahead

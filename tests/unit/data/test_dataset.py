@@ -605,7 +605,7 @@ class Generated:
 
 @pytest.mark.parametrize("loader", [DataLoader, ShadeLoader])
 def test_a_hit_that_differs_from_the_origin_is_refused(monkeypatch: pytest.MonkeyPatch, loader: Any) -> None:
-    monkeypatch.setattr("shade.data._dataset.source._PROBES", 2)  # 0 and 999, both of which stay as they were
+    monkeypatch.setattr("shade.data._source.source._PROBES", 2)  # 0 and 999, both of which stay as they were
     store = open_store("memory://")
     for offset in (0, 0, 5):
         dataset = ShadeDataset(Generated(offset), cache=store, working_set_fraction=1.0)

@@ -30,7 +30,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
-from shade.data._dataset.item_codec import element_bytes
+from shade.data._source.item_codec import element_bytes
 from shade.errors import BadSampleError, ConfigError, DataError
 from shade.store import open_store
 from tests.support.data_plane import make_pictures, to_tensor

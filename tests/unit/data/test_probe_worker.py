@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shade import ShadeDataset
 from shade.data import MixtureSampler, PackedDataset
-from shade.data._dataset import probe_worker
-from shade.data._dataset.probe_worker import in_probe_worker
+from shade.data._source import probe_worker
+from shade.data._source.probe_worker import in_probe_worker
 
 N = 300
 

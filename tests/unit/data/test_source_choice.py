@@ -16,7 +16,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, Shards
-from shade.data._dataset.source import FileSource, ItemSource
+from shade.data._source.source import FileSource, ItemSource
 
 SIDE = 40
 

@@ -22,13 +22,13 @@ import xxhash
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
-from shade.data._dataset import item_codec
-from shade.data._dataset.content import STAT_THREADS, ContentDigest, has_fingerprint, kind_of, size_and_time
-from shade.data._dataset.probe_worker import in_probe_worker
-from shade.data._dataset.rows_in_memory import RowsInMemory
 from shade.data._decode.jpeg import decode_rgb
 from shade.data._origin.origin import FileOrigin, Origin
 from shade.data._origin.url_origin import Entry, UrlOrigin, describe_many, is_url, root_of
+from shade.data._source import item_codec
+from shade.data._source.content import STAT_THREADS, ContentDigest, has_fingerprint, kind_of, size_and_time
+from shade.data._source.probe_worker import in_probe_worker
+from shade.data._source.rows_in_memory import RowsInMemory
 from shade.data._transforms.randomness import kept_generators
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place, without_login
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shade.data._dataset.selection import Selection, selection_of
+from shade.data._source.selection import Selection, selection_of
 
 _MOST_ROW_BYTES = 64
 _MOST_EQUAL = 32

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from shade.data._dataset import item_codec
-from shade.data._dataset.joined_source import JoinedSource
-from shade.data._dataset.selection import Selection, selection_of
-from shade.data._dataset.source import FileSource, ItemSource, SampleSource
 from shade.data._decode.jpeg import decode_rgb
 from shade.data._origin.remote_image_folder import RemoteImageFolder
 from shade.data._origin.url_origin import Entry, is_url
+from shade.data._source import item_codec
+from shade.data._source.joined_source import JoinedSource
+from shade.data._source.selection import Selection, selection_of
+from shade.data._source.source import FileSource, ItemSource, SampleSource
 from shade.data._transforms.recognise import parameters_of
 from shade.errors import ConfigError
 

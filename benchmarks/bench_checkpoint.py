@@ -331,7 +331,7 @@ def compression(result: dict[str, Any]) -> str:
 
 def restores(folder: Path, environment: dict[str, str], num_rounds: int) -> dict[str, list[float]]:
     """Seconds until a new process has the state again, by where it was; the disk is cold."""
-    from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+    from shade.checkpoint._buffer.shared_memory_folder import own_folder
 
     run_child("--prepare", "restore", folder, environment)
     found: dict[str, list[float]] = {}
@@ -344,7 +344,7 @@ def restores(folder: Path, environment: dict[str, str], num_rounds: int) -> dict
                     raise RuntimeError(f"expected to restore from {way}, got {figures['tier']}")
                 found.setdefault(way, []).append(figures["seconds"])
         if "shared memory" in ways:
-            SharedMemoryTier("restore", 0).remove()
+            shutil.rmtree(own_folder("restore"))
     return found
 
 

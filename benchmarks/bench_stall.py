@@ -53,6 +53,7 @@ import json
 import mmap
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def child(row: str, num_saves: int, folder: Path) -> dict[str, Any]:
     import torch
 
     from shade import Checkpointer
-    from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+    from shade.checkpoint._buffer.shared_memory_folder import own_folder
 
     settings: dict[str, Any] = {"strategy": "copy", "every": "never"}
     ROWS[row](settings, folder)
@@ -138,7 +139,9 @@ def child(row: str, num_saves: int, folder: Path) -> dict[str, Any]:
 
     run = f"stall-{os.getpid()}"
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: SharedMemoryTier(run, 0).remove())  # a run's end leaves its only snapshot
+        stack.callback(
+            lambda: shutil.rmtree(own_folder(run), ignore_errors=True)
+        )  # a run's end leaves its only snapshot
         checkpointer = stack.enter_context(Checkpointer(run=run, **settings))
         checkpointer.attach(model=model, optimizer=optimizer)
         step(model)

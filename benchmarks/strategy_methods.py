@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 from shade import Checkpointer
-from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._session.checkpointer import tiers_of
 from shade.checkpoint._strategies import STRATEGIES
 from shade.checkpoint.dcp import ShadeReader, ShadeStager, ShadeWriter
 
@@ -110,8 +110,8 @@ class Strategy(checkpoint_methods.Shade):
     """
 
     def __init__(self, *args: Any) -> None:
-        _link(_spare(), own_folder(checkpoint_methods.run_id()))
         super().__init__(*args)
+        _link(_spare(), tiers_of(self.checkpointer).shared_memory.folder)
         self.num_buffers = self.checkpointer.config.buffers
 
     def watch(self, handle: Any, begun: float) -> None:
@@ -127,7 +127,7 @@ class Strategy(checkpoint_methods.Shade):
 
     def close(self) -> None:
         """Ends what was begun."""
-        _link(own_folder(checkpoint_methods.run_id()), _spare())
+        _link(tiers_of(self.checkpointer).shared_memory.folder, _spare())
         self.checkpointer.close()
 
     @classmethod

@@ -3,13 +3,14 @@
     pip install 'torch-shade[ecosystem]'
     python examples/lightning_trainer.py
 
-Three things to set, and why:
+Four things to set, and why:
 
 * ``reload_dataloaders_every_n_epochs=1``: an epoch of ``unbiased`` has fewer steps than a full one, and Lightning
   counts the steps only when it asks for the loader. (With ``mode="uniform"`` all epochs are alike: not needed.)
 * ``sampler.set_epoch(self.trainer.current_epoch)`` where the loader is made: the steps counted are then this epoch's.
-* A ``StatefulDataLoader``, if a checkpoint may fall into an epoch: Lightning puts its state into the checkpoint and
-  goes on with the next batch. With a plain DataLoader take checkpoints at the ends of epochs, as Lightning does.
+* ``state_dict`` and ``load_state_dict`` of the DataModule are the sampler's: Lightning puts them into every checkpoint.
+  What a loader has for a state, it loads only within an epoch: after one that has ended, the scores would be lost.
+* A loader whose length is that of the whole epoch: within an epoch, Lightning counts on from the saved step.
 
 ``use_distributed_sampler`` may stay as it is: Lightning takes a ShadeSampler for what it is, a sampler that knows the
 ranks. Make it after the ranks have met: in ``setup`` or in ``train_dataloader``, not before ``trainer.fit``.
@@ -24,8 +25,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from shade import ShadeDataset, ShadeSampler
 
@@ -40,6 +40,20 @@ def make_data(num_samples: int = 200) -> TensorDataset:
     return TensorDataset(points, labels)
 
 
+class EpochLoader(DataLoader[Any]):
+    """A DataLoader as Lightning counts: the rest of an epoch is as long as the epoch."""
+
+    def __len__(self) -> int:
+        return self.sampler.num_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """None of its own; that there is one says that a checkpoint within an epoch is welcome."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to do: the DataModule has loaded the sampler's."""
+
+
 class Data(L.LightningDataModule):
     """The data set and the sampler; a cache named by URL is the same for all ranks."""
 
@@ -52,11 +66,19 @@ class Data(L.LightningDataModule):
         self.dataset = ShadeDataset(make_data(), cache=self.cache, working_set_fraction=0.5)
         self.sampler = ShadeSampler(self.dataset, batch_size=BATCH, seed=0)
 
-    def train_dataloader(self) -> StatefulDataLoader:
+    def train_dataloader(self) -> EpochLoader:
         """Asked again before every epoch."""
         assert self.trainer is not None
         self.sampler.set_epoch(self.trainer.current_epoch)
-        return StatefulDataLoader(self.dataset, batch_size=BATCH, sampler=self.sampler, num_workers=self.workers)
+        return EpochLoader(self.dataset, batch_size=BATCH, sampler=self.sampler, num_workers=self.workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For every checkpoint."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """After ``setup``, before the loader is asked for."""
+        self.sampler.load_state_dict(state_dict)
 
     def teardown(self, stage: str) -> None:
         """Ends the sampler's thread and a private cache server."""

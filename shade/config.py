@@ -28,6 +28,8 @@ ACCESS_LOG = "SHADE_ACCESS_LOG"
 """Environment variable: the file that gets a ``hitting <index>`` or ``miss <index>`` line for every sample."""
 SNAPSHOTS = "checkpoints"
 """Folder of the run directory for snapshots, if the flags name no other place."""
+HAS_SNAPSHOTS = "has-snapshots"
+"""Empty file of the run directory: a snapshot was committed, so a resume that finds none must not start over."""
 WORKING_SET_FRACTION = 0.2
 """Default of ``-wss`` and of `ShadeDataset`: the cached share of the data set."""
 
@@ -160,10 +162,11 @@ class RunConfig:
         url = os.environ.get(CACHE_URL, self.cache)
         return None if url == "none" else url
 
-    def save(self) -> Path:
-        """Writes ``run.json`` into the run directory; returns its path."""
+    def save(self, *, is_new: bool = False) -> Path:
+        """Writes ``run.json`` into the run directory; returns its path. FileExistsError if a new run finds one."""
         path = Path(self.out) / "run.json"
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        with path.open("x" if is_new else "w") as file:
+            file.write(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         return path
 
     @classmethod

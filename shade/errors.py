@@ -10,7 +10,8 @@
     │   └── StoreUnavailableError                                    StoreTimeoutError, StoreFullError
     ├── StorageError: durable storage; what was there still is       StorageFullError
     ├── CheckpointError: a snapshot cannot be had or trusted         TornSnapshotError, CorruptCheckpointError,
-    │                                                                StateMismatchError, RunInUseError
+    │                                                                NewerSnapshotError, StateMismatchError,
+    │                                                                RunInUseError
     └── GradientError: on all ranks or on none                       PayloadError, NonFiniteGradientError, PeerLostError
 
 Each message says what was expected, what came, and the cure. Every class takes one string, so it survives the trip from
@@ -140,6 +141,10 @@ class TornSnapshotError(CheckpointError):
 
 class CorruptCheckpointError(CheckpointError):
     """Bytes of a snapshot do not match their checksum in any copy within reach."""
+
+
+class NewerSnapshotError(CheckpointError):
+    """A snapshot is sound, and of a format that only a later version of this package reads."""
 
 
 class StateMismatchError(CheckpointError):

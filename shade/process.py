@@ -13,8 +13,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -22,7 +24,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1
 _ENDED = ("Z", "X")
@@ -47,6 +49,32 @@ def die_with_parent(parent_pid: int, by: int = signal.SIGTERM) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), by)
+
+
+@functools.cache
+def keep_fsspec_from_forks() -> None:
+    """Makes a forked child let go of the sockets on which fsspec's thread talks in the parent; called before fsspec is
+    used."""
+    from fsspec import asyn
+
+    kept: list[Any] = [None]
+
+    def let_go() -> None:
+        selector = getattr(kept[0], "_selector", None)
+        if selector is None or sys.platform != "linux":
+            return
+        # The child has copies of the sessions. When they are collected, they close connections: they would say goodbye
+        # on the parent's sockets, and take them out of the epoll instance that both processes share, so that the
+        # parent's thread would wait for ever. Under the same numbers there is nothing now that the parent has, too.
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in [*(selector.get_map() or ())]:
+            os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+        with select.epoll() as empty:
+            os.dup2(empty.fileno(), selector.fileno(), inheritable=False)
+
+    # Before the fork, because fsspec forgets its loop in the child.
+    os.register_at_fork(before=lambda: kept.__setitem__(0, asyn.loop[0]), after_in_child=let_go)
 
 
 def start_detached(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str] | None = None) -> int:

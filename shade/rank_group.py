@@ -5,7 +5,7 @@ Each user has a group of its own where it talks on a thread of its own. Messages
 bytes from a network are unpickled.
 
 Every wait ends: with the answer, or after ``timeout_seconds`` with a `PeerLostError` that names what was waited for.
-After the first failure every later call fails with the same message.
+After the first failure every later call fails with the same message. A script that ends waits for threads that wait.
 
 Price: W² connections, and about three threads and seven descriptors in each process, until `RankGroup.close`.
 
@@ -17,11 +17,14 @@ Legend: W world · N fields.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -158,7 +161,8 @@ class GlooGroup(RankGroup):
     def _wait(self, what: str, begin: Callable[[], Any]) -> None:
         if self._lost is None:
             try:
-                begin().wait(self._timeout)
+                with waiting():
+                    begin().wait(self._timeout)
                 return
             except (RuntimeError, ValueError) as error:
                 # Later calls fail, too, because an answer that comes late must not be taken for the next one.
@@ -191,9 +195,27 @@ def current_group(purpose: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> 
     return SingleProcessGroup()
 
 
+def check_met(purpose: str) -> None:
+    """Raises ConfigError where a launcher has started several ranks and torch.distributed does not connect them yet."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and world_size != "1" and not (dist.is_available() and dist.is_initialized()):
+        cure = "call init_process_group() before; a process that trains for itself unsets RANK"
+        raise ConfigError.of(f"ranks that have met, for {purpose}", f"WORLD_SIZE={world_size} and no group", cure)
+
+
 def agreed_name(group: RankGroup) -> str:
     """Returns a new random name, the same on every rank of a group. Collective."""
     return str(group.share(secrets.token_hex(8)))
+
+
+def check_alike(group: RankGroup, arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError on all ranks if they were given different arguments, plain values by name. Collective."""
+    said = group.gather(dict(arguments))
+    for name in dict.fromkeys(name for each in said for name in each):
+        other = next((rank for rank, each in enumerate(said) if each.get(name) != said[0].get(name)), None)
+        if other is not None:
+            got = {f"rank {rank}": said[rank].get(name) for rank in (0, other)}
+            raise ConfigError.of(f"the same {name} on every rank", got, "start all ranks with the same arguments")
 
 
 def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tuple[int, int, bool]:
@@ -202,6 +224,9 @@ def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tup
     distributed = dist.is_available() and dist.is_initialized()
     # torch.distributed says what the caller does not.
     num_replicas = num_replicas or (dist.get_world_size() if distributed else 1)
+    if rank is None and num_replicas > 1 and not distributed:
+        cure = "give both or none; the second argument is num_replicas, as in DistributedSampler, not a batch size"
+        raise ConfigError.of(f"a rank beside num_replicas={num_replicas}", None, cure)
     rank = (dist.get_rank() if distributed else 0) if rank is None else rank
     if not 0 <= rank < num_replicas:
         cure = "ranks count from 0 (-nr 0 … n-1)"
@@ -209,6 +234,41 @@ def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tup
     if batch_size < 1:
         raise ConfigError.of("batch_size ≥ 1", batch_size, "pass the DataLoader's batch_size")
     return num_replicas, rank, distributed
+
+
+# ── the end of a script that has closed nothing ──────────────────────────────────────────────────────────────────────
+
+_END_SECONDS = 5.0
+"""How long a script that ends waits for threads inside a collective. They take longer only if a rank is gone."""
+_waiting: set[object] = set()
+_ends = False
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Surrounds a wait for other ranks. Raises RuntimeError if the interpreter ends."""
+    # A thread that is inside a collective when the interpreter ends is unwound by force, which aborts the process.
+    if _ends and threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("the script has ended")
+    mine = object()
+    _waiting.add(mine)
+    try:
+        yield
+    finally:
+        _waiting.discard(mine)
+
+
+@atexit.register
+def _wait_for_waiting() -> None:
+    global _ends
+    _ends = True
+    until = time.monotonic() + _END_SECONDS
+    while _waiting and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+# A child has none of the threads.
+os.register_at_fork(after_in_child=_waiting.clear)
 
 
 # ── PyTorch's groups ──────────────────────────────────────────────────────────────────────────────────────────────────

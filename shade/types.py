@@ -55,6 +55,15 @@ class Resumed(Stateful, Protocol):
         ...
 
 
+@runtime_checkable
+class StepCounting(Stateful, Protocol):
+    """An object whose state depends on the steps that training has done."""
+
+    def count_step(self) -> None:
+        """Hears that a step is done."""
+        ...
+
+
 class Clock(Protocol):
     """A monotonic clock, such as `time.monotonic`; tests pass a `ManualClock`."""
 

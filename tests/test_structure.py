@@ -37,6 +37,11 @@ LARGE_CLASSES = {
     "shade.train.record.RunRecord": "the files that a run writes, and what it measured since the last row",
 }
 """Classes that may be larger than others, and why."""
+STARTERS = {
+    *("Thread", "Timer", "Process", "Pool", "Popen", "ThreadPoolExecutor", "ProcessPoolExecutor", "fork", "spawn"),
+    *("start_processes", "start_detached", "start_new_thread", "keep_fsspec_from_forks"),
+}
+"""Calls that start a thread or a process, of ours or of fsspec."""
 OPEN_DOORS: set[tuple[str, str]] = set()
 """Uses of private attributes that are still there."""
 TESTS_OF_NO_MODULE = {
@@ -218,10 +223,28 @@ def cycles(package: Path) -> list[str]:
     return []
 
 
+def unlisted_threads(package: Path) -> list[str]:
+    """Modules that start threads or processes and are not in the table of ARCHITECTURE.md, and the other way round."""
+    plan = package.parent / "ARCHITECTURE.md"
+    text = plan.read_text() if plan.exists() else ""
+    table = text.partition("## Threads and processes\n")[2].partition("\n## ")[0]
+    listed = {name for row in table.splitlines() if row[:1] == "|" for name in re.findall(r"`([\w/]+\.py)`", row)}
+    starting = {
+        path.relative_to(package).as_posix()
+        for _, path, tree in modules(package)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in STARTERS
+    }
+    return [
+        *(f"{name} starts a thread or process: add it to ARCHITECTURE.md" for name in sorted(starting - listed)),
+        *(f"{name} starts nothing: take it out of ARCHITECTURE.md" for name in sorted(listed - starting)),
+    ]
+
+
 GUARDS = [
     *(package_imports, docstrings, registries, full_folders, forbidden_words),
     *(cycles, repeated_classes, repeated_stems, counted_folders),
-    *(large_classes, reached_through, unnamed_unit_tests, named_and_gone),
+    *(large_classes, reached_through, unnamed_unit_tests, named_and_gone, unlisted_threads),
 ]
 DOC = '"""A module that says at some length what it is."""\n'
 SMALL_PACKAGE = {
@@ -320,6 +343,14 @@ PLANTED: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
         "shade/store/b.py",
         DOC + "x = Path(__file__).resolve().parents[2]\n",
         "counts its parent folders",
+    ),
+    (unlisted_threads, "shade/cache.py", DOC + "def f(): threading.Thread(target=f)\n", "cache.py starts a thread"),
+    (unlisted_threads, "shade/store/b.py", DOC + "pool = ThreadPoolExecutor(2)\n", "store/b.py starts a thread"),
+    (
+        unlisted_threads,
+        "ARCHITECTURE.md",
+        "## Threads and processes\n\n| pool | `store/b.py` |\n\n## Next\n\n| `store/a.py` |\n",
+        "store/b.py starts nothing",
     ),
     (cycles, "shade/store/b.py", DOC + "def f():\n    from shade.store import a\n", "shade.store.a"),
 ]

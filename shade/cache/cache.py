@@ -75,6 +75,8 @@ class SampleCache:
         """Whether own slots may hold entries that no count has met: another job's, or those of nodes that were away."""
         self.at_epoch_begin = Ledger()
         """The counts when the present epoch began; zeros if no sampler plans the epochs."""
+        self._home = os.getpid()
+        """The training process; others are its workers."""
         self._per_process(-1)
 
     def _per_process(self, worker: int) -> None:
@@ -95,12 +97,27 @@ class SampleCache:
             "residency",
             "_cached_format",
             "_largest_bytes",
+            "_home",
         )
         return {name: self.__dict__[name] for name in kept} | {"_size_bytes_N": None, "_policy": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._per_process(-1)
+
+    def enter_rank(self, payload_bytes_N: npt.NDArray[np.int64]) -> None:
+        """Prepares a training process, before it plans. If it got the cache from another one, as an argument of
+        ``mp.spawn`` is handed over, it has a plan and counters of its own from now on."""
+        if self._home == os.getpid():
+            return
+        self._home = os.getpid()
+        self.residency = ResidencyMap(len(payload_bytes_N))
+        self.slots = EntryNames(self.keys.namespace, self.residency)
+        self._capacity = Capacity(self.capacity_bytes, self.residency)
+        self._size_bytes_N = self.entry_bytes(payload_bytes_N)
+        self._per_process(-1)
+        if self.disk is not None:
+            self.disk.enter_rank(payload_bytes_N)
 
     def enter_worker(self, worker: int) -> None:
         """Prepares the process that fetches, before each of its batches; cheap if nothing changed.
@@ -370,6 +387,14 @@ class SampleCache:
         self.store.close()
         if self.disk is not None:
             self.disk.close()
+
+
+def held_bytes_of(cache: SampleCache) -> int:
+    """Returns what the entries occupy by the shared counter, 0 if the store does not say."""
+    try:
+        return cache.admission.counted_bytes()
+    except (StoreError, ValueError):
+        return 0
 
 
 def _ask(store: Store, keys: SampleKeys) -> None:

@@ -25,7 +25,7 @@ from shade.types import Bytes, SampleIndex
 FORMAT_ENCODED = 0
 """The payload is the origin's own bytes (a file)."""
 FORMAT_ITEM = 1
-"""The payload comes from an item codec: `shade.data._dataset.item_codec` or the user's ``encode``."""
+"""The payload comes from an item codec: `shade.data._source.item_codec` or the user's ``encode``."""
 FORMAT_PICTURE = 2
 """The payload is a decoded picture, as `shade.data._decode.cached_format` packs it."""
 

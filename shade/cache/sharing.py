@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -39,6 +40,7 @@ _SLOWEST: Final = 1e-3
 """Speed, in samples a second, assumed of a job that stands still: its next uses are far away, not unknown."""
 _LONGEST_PAUSE_SECONDS: Final = 4.0
 """Longest pause between two looks at a store that does not answer; less than half a lease."""
+_LEAVE_SECONDS: Final = 1.0
 _SWEEP_SAMPLES: Final = 4096
 """Most residents that a sweep looks at for each batch: a fraction of a millisecond."""
 
@@ -92,8 +94,8 @@ class Sharing:
         while True:
             pause.wait(pause_seconds)
             self._wake.clear()
-            if self._stop.is_set():  # asked after `clear`: `close` sets this one first
-                return
+            if self._stop.is_set():  # asked after `clear`: `leave` sets this one first
+                return self._say_left()
             if self._look():
                 pause_seconds, pause = self._beat_seconds, self._wake
             else:
@@ -339,15 +341,29 @@ class Sharing:
         held_N = self._cache.residency.held_N
         return sum(int(self._cache.size_bytes_N[index]) for index in coming if not held_N[index])
 
-    def close(self) -> None:
-        """Ends the thread and says that this job has left. Safe to call twice."""
-        if self._stop.is_set():
+    def leave(self) -> None:
+        """Lets the thread end, which says that this job has left; waits for a second at most. Does nothing in a
+        child."""
+        # A child's copy of the event may be locked by a thread that it does not have.
+        if self._registry.record.process_id != os.getpid():
             return
         self._stop.set()
         self._wake.set()
-        if self._thread.is_alive():
+        # The garbage collector may run in any thread.
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LEAVE_SECONDS)
+
+    def close(self) -> None:
+        """Ends the thread, which says that this job has left. Safe to call twice, and in a child."""
+        is_first = not self._stop.is_set()
+        self.leave()
+        if self._thread.ident is not None:
             self._thread.join()
-        if self._rank == 0:
+        elif is_first:  # `start` was never called, as by a test that moves the clock itself
+            self._say_left()
+
+    def _say_left(self) -> None:
+        if self._rank == 0 and self._registry.record.process_id == os.getpid():
             try:
                 self._registry.leave()
             except StoreError as error:

@@ -8,9 +8,11 @@
     engine.load_checkpoint("/mnt/runs/bert")
 
 The states that each rank passes for a tag become one snapshot, committed completely or not at all. At each path lies a
-small note that names the snapshot, so DeepSpeed's own search for files works. The strategy decides how far a save has
-come when `save_checkpoint` returns: ``mlc-base``: committed; ``sync``: durable; ``copy``: copied and in progress. Then
-``latest`` may name a snapshot that never came to exist, which loading reports. Nothing is pickled. Decision 0030.
+small note that names the snapshot, so DeepSpeed's own search for files works. A random number is in both, so that a
+copied note, and one of another folder or tag whose step has the same number, name their own. The strategy decides how
+far a save has come when `save_checkpoint` returns: ``mlc-base``: committed; ``sync``: durable; ``copy``: copied and in
+progress. Then ``latest`` may name a snapshot that never came to exist, which loading reports. Nothing is pickled.
+Decision 0030.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import copy
 import json
 import os
 import re
+import secrets
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +29,7 @@ from typing import Any, Final
 import torch
 
 from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
+from shade.checkpoint._interchange.export import STAND_IN
 from shade.checkpoint._restore.reader import Snapshot
 from shade.checkpoint._restore.restore import Arena, fill
 from shade.checkpoint._session.checkpointer import group_of, tiers_of
@@ -48,8 +52,6 @@ NOTE: Final = "shade.deepspeed"
 """Key that marks a note of this module; its value is the version."""
 _VERSION: Final = 1
 _NUMBER: Final = re.compile(r"(\d{1,18})$")
-_OBJECT: Final = "%deepspeed"
-"""Key of a dict that replaces an object of DeepSpeed's."""
 
 
 class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not typed
@@ -120,14 +122,15 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         files, self._files = self._files, {}
         step = self._step_of(str(info.tag))
         states = {name: plain(state) for name, (_, state) in files.items()}
-        self.checkpointer.save_state({"tag": str(info.tag), "files": states}, step)
+        number = secrets.token_hex(8)
+        self.checkpointer.save_state({"tag": str(info.tag), "id": number, "files": states}, step)
         self.checkpointer.wait_copy_complete()
         handle = self.checkpointer.latest
         assert handle is not None, "it has just been saved"
         if self.checkpointer.config.save_waits_for not in ("begun", "copied"):
             handle.committed.result()
         for name, (path, _) in files.items():
-            self._write_note(path, name, str(info.tag), step)
+            self._write_note(path, name, str(info.tag), step, number)
         return True
 
     def _step_of(self, tag: str) -> int:
@@ -135,10 +138,11 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         found = _NUMBER.search(tag)
         return int(found[1]) if found else self.checkpointer.step_count + 1
 
-    def _write_note(self, path: Path, name: str, tag: str, step: int) -> None:
+    def _write_note(self, path: Path, name: str, tag: str, step: int, number: str) -> None:
         """Writes the note that names a state's snapshot to the state's path, to be there after a power cut too."""
         rank = group_of(self.checkpointer).rank
         note = {NOTE: _VERSION, "run": self.checkpointer.run, "step": step, "tag": tag, "rank": rank, "file": name}
+        note["id"] = number
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, durable=True) as beside:
             beside.write_text(json.dumps(note) + "\n", encoding="utf-8")
@@ -160,31 +164,29 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
             CorruptCheckpointError: It is lost in every copy.
         """
         note = _note_at(Path(path), self.checkpointer.run)
-        snapshot = self._snapshot(note)
-        state = self._read(snapshot, note)
+        state = self._read(*self._snapshot(note), note)
         if isinstance(map_location, str | torch.device) and torch.device(map_location).type != "cpu":
             state = _moved(state, torch.device(map_location))
         return from_plain(state)
 
-    def _snapshot(self, note: dict[str, Any]) -> Snapshot:
-        found = self.checkpointer.list()
+    def _snapshot(self, note: dict[str, Any]) -> tuple[Snapshot, Any]:
+        """Returns the snapshot that a note names, and the tree of the states that the note's rank saved."""
+        found, reader = self.checkpointer.list(), tiers_of(self.checkpointer).reader
         for snapshot in found:
-            if snapshot.record.step == note["step"]:
-                return snapshot
+            if snapshot.record.step == note["step"] and note["rank"] < snapshot.record.world_size:
+                tree = _only_child(part_of(reader.manifest(snapshot, note["rank"]).tree, ["state"]))
+                if unflatten(part_of(tree, ["id"]), {}).get("id") == note["id"]:
+                    return snapshot, _only_child(part_of(tree, ["files"]))
         known = ", ".join(str(each) for each in sorted({snapshot.record.step for snapshot in found})) or "none"
         raise CheckpointError.of(
-            f"a snapshot of step {note['step']} for {note['tag']!r}", f"steps {known}", "load one of those by its tag"
+            f"a snapshot of step {note['step']} for {note['tag']!r}",
+            f"others, of steps {known}",
+            "load one of those by its tag",
         )
 
-    def _read(self, snapshot: Snapshot, note: dict[str, Any]) -> Any:
+    def _read(self, snapshot: Snapshot, files: Any, note: dict[str, Any]) -> Any:
         """Reads one rank's state: its part of that rank's tree, and the chunks that it needs."""
         reader = tiers_of(self.checkpointer).reader
-        tree = part_of(reader.manifest(snapshot, note["rank"]).tree, ["state"])
-        whole = part_of(_only_child(tree), ["tag", "files"])
-        tag, files = unflatten(part_of(whole, ["tag"]), {})["tag"], _only_child(part_of(whole, ["files"]))
-        if tag != note["tag"]:
-            cure = "another was saved under the same number: give tags of one run different numbers"
-            raise CheckpointError.of(f"step {note['step']} to be {note['tag']!r}", tag, cure)
         wanted = part_of(files, [note["file"]])
         names = tensors_in(wanted)
         tensors: dict[str, torch.Tensor] = {}
@@ -218,7 +220,7 @@ def _note_at(path: Path, run: str) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             note = json.loads(file.read(2**16))
-        wanted = {"run": str, "step": int, "tag": str, "rank": int, "file": str}
+        wanted = {"run": str, "step": int, "tag": str, "rank": int, "file": str, "id": str}
         is_ours = note[NOTE] == _VERSION and all(type(note[key]) is kind for key, kind in wanted.items())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError.of(f"a note of ours at {path}", repr(error), cure) from error
@@ -261,10 +263,10 @@ def plain(state: Any) -> Any:
     not changed. Raises `ConfigError` if it has a dict that looks like such a replacement already."""
     kind = type(state)
     if _CLASSES.get(kind.__qualname__) is kind:
-        return {_OBJECT: kind.__qualname__, "fields": state.value if isinstance(state, Enum) else plain(vars(state))}
+        return {STAND_IN: kind.__qualname__, "fields": state.value if isinstance(state, Enum) else plain(vars(state))}
     if isinstance(state, dict):
-        if _OBJECT in state:
-            raise ConfigError.of(f"no key {_OBJECT!r} in a state", sorted(map(str, state)), "give it another name")
+        if STAND_IN in state:
+            raise ConfigError.of(f"no key {STAND_IN!r} in a state", sorted(map(str, state)), "give it another name")
         made = {key: plain(each) for key, each in state.items()}
         if all(made[key] is each for key, each in state.items()):
             return state
@@ -282,8 +284,8 @@ def from_plain(state: Any) -> Any:
     has an unknown class."""
     kind = type(state)
     if isinstance(state, dict):
-        if _OBJECT in state:
-            return _object(state[_OBJECT], state.get("fields"))
+        if STAND_IN in state:
+            return _object(state[STAND_IN], state.get("fields"))
         for key, each in state.items():
             state[key] = from_plain(each)
     elif kind in (list, tuple):

@@ -78,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from shade.launch.run import main as launch
 
             return launch(words[1:], prog="shade run")
+        if not words:
+            parser().print_help(sys.stderr)
+            return 2
         given = parser().parse_args(words)
         answer: Callable[[argparse.Namespace], int] = given.answer
         return answer(given)

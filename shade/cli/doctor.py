@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.resources import files
@@ -26,6 +26,7 @@ from shade.errors import ConfigError, DataError, ShadeError, StoreError, StoreUn
 from shade.installation import install_hint, name_clash
 from shade.launch.preflight import check_folder
 from shade.store import open_store
+from shade.store._servers.data_sets import DataSetUse, data_sets_in
 from shade.store._servers.server import ask, find_server_binary
 from shade.store.link import Endpoint
 from shade.store.url import StoreURL, format_address
@@ -36,6 +37,8 @@ _OLDEST: Final = {
 }  # fmt: skip
 _OLDEST_PYTHON: Final = (3, 10)
 _MASTER_PORT: Final = 8888
+_FULL_PART: Final = 0.05
+"""A server with less of its memory free will decline what arrives."""
 _WANTED: Final = {
     "maxmemory-policy": ("noeviction", "CONFIG SET maxmemory-policy noeviction: else it throws out planned hits"),
     "save": ("", "CONFIG SET save '': snapshots cost memory, for data that is never restored"),
@@ -256,6 +259,8 @@ def look_into(text: str) -> Iterator[Finding]:
         with open_store(url, timeout_seconds=2.0) as store:
             store.ping()
             stats = store.stats()
+            if (free_bytes := stats.free_bytes) is not None and free_bytes < _FULL_PART * stats.max_bytes:
+                yield full(str(url), free_bytes, data_sets_in(store))
     except StoreUnavailableError as error:
         cure = "check host and port; shade cache status shows servers of this machine, shade cache up starts them again"
         yield fail("cache", str(error), cure)
@@ -279,6 +284,15 @@ def look_into(text: str) -> Iterator[Finding]:
             yield warn(node.address, found, "CONFIG SET maxmemory …: without a limit it can exhaust the machine")
     for _, rows in settings:
         yield from rows
+
+
+def full(address: str, free_bytes: int, data_sets: Sequence[DataSetUse]) -> Finding:
+    """Makes the row of a server that will decline what arrives."""
+    used = sum(each.is_used for each in data_sets)
+    found = f"full: {free_bytes / MIB:,.0f} MiB free; data sets: {len(data_sets)}, {used} of them in use"
+    if used < len(data_sets):
+        return warn(address, found, "none: those that are not in use make room when the next job begins")
+    return warn(address, found, "raise maxmemory, give each job a smaller ?capacity=, or remove what is not shade's")
 
 
 def _settings(endpoint: Endpoint, url: StoreURL) -> tuple[bool, list[Finding]]:

@@ -47,6 +47,8 @@ _MOST_DRAWS: Final = 500
 _MOST_LINE_BYTES: Final = 1 << 16
 _SHOWN: Final = 200
 """Most characters that a message shows of a command's last line."""
+_BAR: Final = re.compile(r"^.*\r[^{\r]*", re.DOTALL)
+"""A progress bar, which is drawn again after each carriage return and has no end of line of its own."""
 _TIED: Final = """\
 import os, signal, sys
 from shade.process import die_with_parent
@@ -381,7 +383,7 @@ class CommandObjective:
     Args:
         command: Words as for a shell, but run without one; ``{batch}`` and ``{density}`` are replaced.
         folder: Holds the output of each evaluation, ``batch-64-density-0.01.log``; made if it is absent.
-        metric: Name of a number in a line of JSON on standard output; the last one counts.
+        metric: Name of a number in a line of JSON that is printed, behind a progress bar too; the last one counts.
         pattern: Instead: a regular expression with one group, which is the number.
         timeout_seconds: After which a command is killed; None for never.
 
@@ -469,9 +471,9 @@ class CommandObjective:
     def _number(self, line: str) -> float | None:
         try:
             if self._pattern is not None:
-                found = self._pattern.search(line)
+                found = self._pattern.search(line.strip())
                 return float(found[1]) if found else None
-            row = json.loads(line)
+            row = json.loads(_BAR.sub("", line.rstrip()))
             return float(row[self._metric]) if isinstance(row, dict) and self._metric in row else None
         except (ValueError, TypeError, RecursionError):
             return None
@@ -480,11 +482,11 @@ class CommandObjective:
 def _printed(log: Path) -> Iterator[str]:
     with log.open("rb") as output:
         while line := output.readline(_MOST_LINE_BYTES):
-            yield line.decode(errors="replace").strip()
+            yield line.decode(errors="replace")
 
 
 def _last_words(log: Path) -> str:
     last = ""
     for line in _printed(log):
-        last = line or last
+        last = line.strip() or last
     return f"; its last line: {last[:_SHOWN]}" if last else "; it printed nothing"

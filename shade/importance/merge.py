@@ -238,10 +238,6 @@ class _Worker:
             return
         self.inbox.put(None)
         self._thread.join(timeout_seconds)
-        # The garbage collector would close the group too late: in a forked child that would wait for gloo's threads,
-        # which a child does not have. A thread that does not end is stuck on a rank that is gone, and keeps its group.
-        if not self._thread.is_alive():
-            self._group.close()
 
     def _run(self) -> None:
         """Works through the inbox until None arrives; after an error it only answers flushes."""
@@ -253,6 +249,9 @@ class _Worker:
                     self._absorb(item)
                 except Exception as error:  # noqa: BLE001 - handed to the training thread by the next report or flush
                     self.error = error
+        # The garbage collector would close the group too late: in a forked child that would wait for gloo's threads,
+        # which a child does not have. A thread that does not end is stuck on a rank that is gone, and keeps its group.
+        self._group.close()
 
     def _absorb(self, report: _Report) -> None:
         """Puts one step, of all ranks, into the table."""

@@ -20,9 +20,10 @@ from PIL import Image, UnidentifiedImageError
 from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._pacing.schedule import Schedule
+from shade.checkpoint._tiers import identity
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
-from shade.config import RunConfig
+from shade.config import HAS_SNAPSHOTS, RunConfig
 from shade.errors import ConfigError, DataError, ShadeError, StorageError, StoreUnavailableError, shown_place
 from shade.launch.resolve import StoreURLs
 from shade.policy import POLICIES
@@ -212,8 +213,9 @@ def _images(folder: str) -> Iterator[str]:
 
 
 def check_snapshots(config: RunConfig, checkpoint_url: str | None) -> None:
-    """Checks that snapshots can be kept as asked, and with ``--resume`` that there is one; raises ConfigError if not,
-    and StoreAuthError if the store (its URL includes the password) refuses the credentials."""
+    """Checks that snapshots can be kept as asked, and with ``--resume`` that there is one, unless the run has come to
+    none; raises ConfigError if not, and StoreAuthError if the store (its URL includes the password) refuses the
+    credentials."""
     if config.checkpoint_every is not None:
         Schedule(config.checkpoint_every)
     Keep.parse(config.checkpoint_keep)
@@ -227,9 +229,15 @@ def check_snapshots(config: RunConfig, checkpoint_url: str | None) -> None:
         _check_store(checkpoint_url)
     if config.persist is not None:
         _check_storage(config.persist)
-    if config.resume and not has_snapshots(config, checkpoint_url):
+    if config.resume and _has_begun(Path(config.out)) and not has_snapshots(config, checkpoint_url):
         locations = ", ".join(filter(None, (config.checkpoint, shown_place(config.persist_to or ""))))
         raise ConfigError.of("a checkpoint to resume from", f"none of run {config.run} in {locations}", _RESUME_CURE)
+
+
+def _has_begun(out: Path) -> bool:
+    """Returns whether a run has saved a snapshot or measured an epoch, which must not be lost unnoticed."""
+    metrics = out / "metrics.jsonl"
+    return (out / HAS_SNAPSHOTS).exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _check_store(url: str) -> None:
@@ -257,9 +265,16 @@ def _check_storage(persist: str) -> None:
                     path.rmdir()
 
 
+def memory_folder(config: RunConfig, checkpoint_url: str | None) -> Path | None:
+    """Returns the folder of a run's buffers in this machine's shared memory; None if no process has saved it."""
+    name = identity.find(config.run, checkpoint_url, config.persist_to)
+    return None if name is None else own_folder(config.run) / name
+
+
 def has_snapshots(config: RunConfig, checkpoint_url: str | None) -> bool:
     """Returns whether any location holds a committed snapshot of the run; an unreachable one counts as empty."""
-    if own_records(own_folder(config.run)):
+    folder = memory_folder(config, checkpoint_url)
+    if folder is not None and own_records(folder, config.run):
         return True
     with contextlib.ExitStack() as resources, contextlib.suppress(ShadeError):
         if config.persist_to is not None:

@@ -60,7 +60,8 @@ class Ended(BaseException):
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[Callable[[], None]]:
-    """Raises `Ended` at the first SIGINT, SIGTERM or SIGHUP; later ones are ignored until cleanup is over.
+    """Raises `Ended` at the first SIGINT, SIGTERM or SIGHUP; later ones are ignored until cleanup is over. Where SIGHUP
+    is ignored, as under ``nohup``, it stays so.
 
     Yields:
         A function to call now and then: it raises `Ended` again if the exception was lost, because the signal came
@@ -76,9 +77,11 @@ def signals_as_exceptions() -> Iterator[Callable[[], None]]:
         yield remind
         return
 
+    signals = _SIGNALS if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else _SIGNALS[:-1]
+
     def unwind(number: int, frame: FrameType | None) -> None:
         del frame
-        for each in _SIGNALS:
+        for each in signals:
             # A second Ctrl-C must not interrupt the cleanup of the first.
             signal.signal(each, signal.SIG_IGN)
         asked.append(number)
@@ -90,7 +93,7 @@ def signals_as_exceptions() -> Iterator[Callable[[], None]]:
         if not isinstance(ignored.exc_value, Ended):
             print_ignored(ignored)
 
-    before = {number: signal.signal(number, unwind) for number in _SIGNALS}
+    before = {number: signal.signal(number, unwind) for number in signals}
     # `remind` raises a lost `Ended` again, so its traceback would be noise.
     sys.unraisablehook = print_unless_ended
     try:

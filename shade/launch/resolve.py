@@ -11,6 +11,7 @@ The parser knows every flag of SHADE's original launcher in its spellings, befor
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -267,7 +268,11 @@ def _out(typed: dict[str, Any], directory: Path) -> Path:
         if not candidates:
             raise ConfigError.of("a run to resume", str(runs), "name its directory: --resume DIR")
         return (max(candidates, key=lambda run: (run / inner / "run.json").stat().st_mtime) / inner).resolve()
-    return (runs / time.strftime("%Y%m%d-%H%M%S") / inner).resolve()
+    name = time.strftime("%Y%m%d-%H%M%S")
+    if not inner:
+        names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+        name = next(each for each in names if not (runs / each).exists())
+    return (runs / name / inner).resolve()
 
 
 def _find_script(script: str, directory: Path) -> Path:

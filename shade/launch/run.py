@@ -19,12 +19,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shade.checkpoint._buffer.shared_memory_folder import own_folder
-from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, RUN_FILE, SNAPSHOTS, RunConfig
+from shade.checkpoint._buffer.shared_memory_folder import remove_folder
+from shade.config import ACCESS_LOG, CACHE_URL, CHECKPOINT_URL, HAS_SNAPSHOTS, RUN_FILE, SNAPSHOTS, RunConfig
 from shade.errors import ConfigError, ShadeError, shown_place
 from shade.launch import preflight
 from shade.launch.bundled import DIGITS, EXAMPLES, prepare_digits
-from shade.launch.preflight import has_snapshots
+from shade.launch.preflight import has_snapshots, memory_folder
 from shade.launch.ranks import Ended, Ranks, await_machine_0, command, free_port, signals_as_exceptions, watch
 from shade.launch.resolve import StoreURLs, parse, resolve
 from shade.report import write_comparison, write_report
@@ -34,7 +34,10 @@ from shade.telemetry import JsonlSink
 from shade.terminal import status_line
 from shade.trajectory import LOSSES
 
-_OURS = ("run.json", "train.log", "output.log", "metrics.jsonl", "trace.npz", "trail.jsonl", "progress.json")
+_OURS = (
+    *("run.json", HAS_SNAPSHOTS, "train.log", "output.log"),
+    *("metrics.jsonl", "trace.npz", "trail.jsonl", "progress.json"),
+)
 
 
 class Workspace:
@@ -44,12 +47,15 @@ class Workspace:
         config: The resolved run.
         directory: The user's working directory; gets the link ``train.log``.
         checkpoint_url: URL of the store for snapshots, with its password, or None.
+        is_again: Whether it takes over the directory of an earlier attempt.
 
     Raises:
-        ConfigError: The run directory cannot be made.
+        ConfigError: The run directory cannot be made, or a run that began meanwhile has it.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, checkpoint_url: str | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, directory: Path, checkpoint_url: str | None = None, *, is_again: bool = False
+    ) -> None:
         self._config, self._checkpoint_url = config, checkpoint_url
         self.out = Path(config.out)
         self.train_log = self.out / "train.log"
@@ -62,7 +68,12 @@ class Workspace:
         self._made = [path for path in (self.out, *self.out.parents) if not path.exists()]
         try:
             self.out.mkdir(parents=True, exist_ok=True)
+            if not (config.resume or is_again):
+                config.save(is_new=True)
             self.train_log.touch()
+        except FileExistsError:
+            cure = "choose another, or continue it with --resume"
+            raise ConfigError.of("an --out without a run in it", str(self.out), cure) from None
         except OSError as error:
             cure = f"choose another --out ({error.strerror})"
             raise ConfigError.of("an --out that can be written", str(self.out), cure) from None
@@ -91,6 +102,9 @@ class Workspace:
         """
         if self.has_results:
             return
+        # Before the storage goes, which has the name of that folder.
+        if memory := memory_folder(self._config, self._checkpoint_url):
+            remove_folder(memory)
         if self._link.is_symlink() and os.readlink(self._link) == str(self.train_log):
             self._link.unlink()
             if self._linked_before is not None:
@@ -101,7 +115,6 @@ class Workspace:
             path.unlink()
         for folder in ("tensorboard", LOSSES, SNAPSHOTS):
             shutil.rmtree(self.out / folder, ignore_errors=True)
-        shutil.rmtree(own_folder(self._config.run), ignore_errors=True)
         with contextlib.suppress(OSError):
             # Deepest first; a folder with files of the user is not empty and stays.
             for path in self._made:
@@ -153,6 +166,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     dry_run = vars(args).pop("dry_run", False)
     compares = not any(value not in (None, []) for name, value in vars(args).items() if name != "out")
     config: RunConfig | None = None
+    made: RunConfig | None = None
     stores = StoreURLs("none")
     try:
         with signals_as_exceptions() as remind:
@@ -174,6 +188,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
             if dry_run:
                 sys.stdout.write(describe(config, content) + "\n")
                 return 0
+            if config.resume and config.node_rank == 0 and not preflight.has_snapshots(config, stores.checkpoint):
+                sys.stderr.write(f"{prog}: run {config.run} has no snapshot yet; it starts from the beginning\n")
+                config = _again(config, stores)
+            elif config.nodes == 1 and not {"out", "resume"} & vars(args).keys():
+                config = made = _in_new_directory(config)
             if compares:
                 code, message = _compare(config, stores, remind)
             else:
@@ -189,6 +208,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
         code, message = 2, " ".join(str(error).split())
     except Ended as ended:
         code, message = 128 + ended.number, f"stopped by {ended}"
+    if code == 2 and made is not None:
+        # Nothing is in it, and perhaps nothing beside it.
+        with contextlib.suppress(OSError):
+            Path(made.out).rmdir()
+            Path(made.out).parent.rmdir()
     if code and config is not None and code != 2 and preflight.has_snapshots(config, stores.checkpoint):
         message += f"; continue with --resume {config.out}"
     if message:
@@ -200,9 +224,25 @@ def _again(config: RunConfig, stores: StoreURLs) -> RunConfig:
     """Returns the plan of a restart after ranks were lost: from the newest snapshot, or from the start if there is none
     yet."""
     is_there = preflight.has_snapshots(config, stores.checkpoint)
+    config = dataclasses.replace(config, resume=is_there)
     if not is_there:
-        Workspace(config, Path.cwd(), stores.checkpoint).undo()
-    return dataclasses.replace(config, resume=is_there)
+        Workspace(config, Path.cwd(), stores.checkpoint, is_again=True).undo()
+    return config
+
+
+def _in_new_directory(config: RunConfig) -> RunConfig:
+    """Makes the run directory, which bears the time; with a number if another run of that second has it."""
+    out, number = Path(config.out), 1
+    while True:
+        try:
+            out.mkdir(parents=True)
+            return dataclasses.replace(config, out=str(out))
+        except FileExistsError:
+            number += 1
+            out = Path(f"{config.out}-{number}")
+        except OSError:
+            # `Workspace` says what is wrong.
+            return config
 
 
 def describe(config: RunConfig, content: str) -> str:
@@ -295,6 +335,9 @@ def _environment(config: RunConfig, stores: StoreURLs, workspace: Workspace) -> 
     environment.setdefault("PYTHONUNBUFFERED", "1")
     for name, value in ALLOCATOR.items():
         environment.setdefault(name, value)
+    if config.min_nodes is not None:
+        # With a store in common, later rounds of torch.distributed.run wait in vain for the address of rank 0.
+        environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if config.master_socket:
         environment |= {"GLOO_SOCKET_IFNAME": config.master_socket, "NCCL_SOCKET_IFNAME": config.master_socket}
     return environment

@@ -96,6 +96,11 @@ class Volume(ABC):
         """Returns the contents of small files, read together, in the order of their names; None for a file that is
         missing or unreadable."""
 
+    def file_number(self, name: str) -> int | None:
+        """Returns a number that tells a file from its copies, the same on every machine that mounts the storage; None
+        where it has none."""
+        return None
+
     def free_bytes(self) -> int | None:
         """Returns the space left; None if it is unknown, as in a bucket."""
         return None

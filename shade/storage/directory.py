@@ -27,7 +27,7 @@ import numpy as np
 from typing_extensions import override
 
 from shade.errors import ConfigError, StorageError
-from shade.process import sync_directory
+from shade.process import file_system_of, sync_directory
 from shade.storage.base import VOLUMES, Volume, check_name, failure, is_partial, partial_name
 from shade.types import Bytes
 
@@ -186,6 +186,11 @@ class OSFileOperations(FileOperations):
 
 ALIGNMENT: Final = 4096
 GATHER_BYTES: Final = 4 * 2**20
+_NUMBERED: Final = (
+    *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"),
+    *("nfs", "nfs4", "lustre", "ceph", "gpfs"),
+)
+"""File systems where a file keeps its inode number over mounts and machines; FUSE, SMB and FAT give others."""
 _WORTH_FLUSHING_BYTES: Final = 2**20
 """A part this long is not copied, not even if a short one before it waits in the buffer."""
 
@@ -393,6 +398,13 @@ class DirectoryVolume(Volume):
                 num_files += sum(self._remove(name) for name in names if is_partial(name))
                 self._remove_empty(folder)  # a process that died after it had removed the last file left it
         return num_files
+
+    @override
+    def file_number(self, name: str) -> int | None:
+        with contextlib.suppress(OSError):
+            if file_system_of(self._root) in _NUMBERED:
+                return os.stat(self._path(name)).st_ino
+        return None
 
     @override
     def free_bytes(self) -> int | None:

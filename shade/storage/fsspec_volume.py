@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from shade.errors import ConfigError, ShadeError, StorageError, shown_url, without_login
 from shade.installation import install_hint
+from shade.process import keep_fsspec_from_forks
 from shade.storage.base import VOLUMES, Volume, check_name, failure, is_partial, partial_name
 from shade.types import Bytes
 
@@ -44,6 +45,7 @@ class RemoteVolume(Volume):
     """
 
     def __init__(self, url: str) -> None:
+        keep_fsspec_from_forks()
         scheme = url.partition("://")[0]
         self._secret_url, self.url = url, shown_url(url)
         try:

@@ -54,6 +54,19 @@ class StoreStats:
         return sum(n.used_bytes for n in self.nodes if n.role == "primary")
 
     @property
+    def max_bytes(self) -> int:
+        """Returns the sum of the primaries' own limits."""
+        return sum(n.max_bytes for n in self.nodes if n.role == "primary")
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Returns what the primaries can still take; None if one has no limit of its own."""
+        primaries = [n for n in self.nodes if n.role == "primary"]
+        if not all(n.max_bytes for n in primaries):
+            return None
+        return sum(max(0, n.max_bytes - n.used_bytes - n.overhead_bytes) for n in primaries)
+
+    @property
     def num_keys(self) -> int:
         """Returns the number of keys on all primaries."""
         return sum(n.num_keys for n in self.nodes if n.role == "primary")
@@ -74,6 +87,9 @@ class Store(ABC):
 
     shared: bool
     """True when other processes that open the same URL see the same bytes."""
+
+    is_private = False
+    """True when it began, and ends, with the process that opened it."""
 
     medium: str = "memory"
     """``disk`` for a folder of this machine's disk, which other machines do not reach."""
@@ -160,10 +176,16 @@ class Store(ABC):
         """Returns the address of the server that holds each key now; all empty where there is just one."""
         return [""] * len(keys)
 
-    def enter(self, namespace: str, wanted_bytes: int) -> None:
-        """Announces that this process uses a data set's entries, which want so many bytes. A store that outlives its
-        jobs removes entries of data sets that no process uses, if they take that room."""
-        del namespace, wanted_bytes
+    def enter(self, namespace: str, wanted_bytes: int, held_bytes: int = 0) -> None:
+        """Announces that this process uses a data set's entries, which want so many bytes and have some of them by
+        their counter. A store that outlives its jobs removes entries of data sets that no process uses, if they take
+        that room."""
+        del namespace, wanted_bytes, held_bytes
+
+    def use_server_of(self, url: str) -> None:
+        """Ends the private server, and uses that of another process of this machine from now on, at the address that
+        its store has. Raises StoreError, and changes nothing, if that server does not answer."""
+        raise StoreError(f"expected a private server to leave for {url}, got {self.url}; open local://")
 
     def identity(self) -> str:
         """Returns a text that is equal for two stores only if they hold the same bytes, on whatever machines."""

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from shade.errors import ConfigError, StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
 from shade.process import exclusive_lock, file_system_of, is_network, this_machine
+from shade.store._servers.data_sets import prefixes_of
 from shade.store.base import STORES, NodeStats, Store, StoreStats
 from shade.store.disk_files import (
     JOB,
@@ -48,11 +49,13 @@ from shade.types import Bytes
 logger = logging.getLogger("shade.store")
 
 
-def disk_url(text: str) -> StoreURL:
+def disk_url(text: str | os.PathLike[str]) -> StoreURL:
     """Returns the address of a folder and its capacity, named as ``/folder?capacity=500GiB`` or as a ``disk://`` URL.
     Raises ConfigError for all else."""
+    text = os.fspath(text)
     folder, question, options = text.partition("?")
-    url = StoreURL.parse(text if "://" in text else f"disk://{quote(os.path.abspath(folder))}{question}{options}")
+    path = quote(os.path.abspath(os.path.expanduser(folder)))
+    url = StoreURL.parse(text if "://" in text else f"disk://{path}{question}{options}")
     if url.scheme != "disk" or url.capacity_bytes is None:
         cure = "write /nvme/shade?capacity=500GiB"
         raise ConfigError.of("a folder of a local disk, and the bytes that may lie there", text, cure)
@@ -261,7 +264,7 @@ class DiskStore(Store):
         return f"{this_machine()}:{place.st_dev}:{place.st_ino}"
 
     @override
-    def enter(self, namespace: str, wanted_bytes: int) -> None:
+    def enter(self, namespace: str, wanted_bytes: int, held_bytes: int = 0) -> None:
         with self._using(writes=False), exclusive_lock(os.path.join(self._folder, "lock")):
             own = job_path(self._folder, namespace)
             held = open_file(own)
@@ -278,7 +281,7 @@ class DiskStore(Store):
 
     def _bytes_of(self, namespace: str) -> int:
         with self._using(writes=False) as files:
-            return sum(files.bytes_of(prefix) for prefix in _prefixes(namespace))
+            return sum(files.bytes_of(prefix) for prefix in prefixes_of(namespace))
 
     def _remove_unused(self, path: str) -> None:
         """Removes a data set's entries, unless a process uses them."""
@@ -286,7 +289,7 @@ class DiskStore(Store):
         held = open_file(path)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for prefix in _prefixes(namespace):
+            for prefix in prefixes_of(namespace):
                 while keys := list(itertools.islice(self.scan(prefix), KEYS_AT_ONCE)):
                     self.delete_many(keys)
             logger.info("removed the entries of the data set %s, which no job uses, from %s", namespace, self._folder)
@@ -317,8 +320,3 @@ class DiskStore(Store):
         if files is not None:
             with files.lock:
                 files.close()
-
-
-def _prefixes(namespace: str) -> list[str]:
-    """Returns how the keys of a data set's entries begin: those of one job, and those in the slots of several."""
-    return [f"shade:{namespace}{mark}" for mark in ":."]

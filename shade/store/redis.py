@@ -92,6 +92,8 @@ class LocalStore(RedisStore):
         StoreUnavailableError: The server does not start; the message has its log.
     """
 
+    is_private = True
+
     def __init__(self, url: StoreURL, timeout_seconds: float) -> None:
         capacity_bytes = url.capacity_bytes
         limit_bytes = 0
@@ -104,6 +106,14 @@ class LocalStore(RedisStore):
 
     def __reduce__(self) -> tuple[type[RedisStore], tuple[StoreURL, float]]:
         return RedisStore, (self._url, self._timeout_seconds)
+
+    @override
+    def use_server_of(self, url: str) -> None:
+        other = RedisStore(StoreURL.parse(url), self._timeout_seconds)
+        other.ping()
+        self._node.retire()
+        self.url, self._url, self._node = other.url, other._url, other._node
+        self.server.stop()
 
     @override
     def close(self) -> None:

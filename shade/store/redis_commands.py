@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias
 from typing_extensions import override
 
 from shade.errors import StoreAuthError, StoreError, StoreFullError, StoreUnavailableError
+from shade.store._servers.data_sets import DataSetMarks
 from shade.store.base import NodeStats, Store, StoreStats
 from shade.store.node import Node, exchange
 from shade.store.url import StoreURL
@@ -63,6 +64,7 @@ class RemoteStore(Store):
         self._url = url
         self._timeout_seconds = timeout_seconds
         self._value_bytes = _FIRST_GUESS_BYTES
+        self._marks = DataSetMarks(self)
 
     def __reduce__(self) -> tuple[type[RemoteStore], tuple[StoreURL, float]]:
         return type(self), (self._url, self._timeout_seconds)
@@ -90,8 +92,14 @@ class RemoteStore(Store):
         """Returns primaries and replicas."""
 
     @override
+    def enter(self, namespace: str, wanted_bytes: int, held_bytes: int = 0) -> None:
+        if not self.is_private:
+            self._marks.enter(namespace, wanted_bytes, held_bytes)
+
+    @override
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         self._check_open()
+        self._marks.renew()
         values: list[bytes | None] = []
         while len(values) < len(keys):
             # The values of the last round predict how many keys fill one.
@@ -248,6 +256,8 @@ class RemoteStore(Store):
 
     @override
     def close(self) -> None:
+        if not self._closed:
+            self._marks.leave()
         self._closed = True
 
     def _check_missed(self, outcome: Outcome) -> None:

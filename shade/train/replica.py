@@ -134,6 +134,7 @@ class SparseReplica(Replica):
         scaler: Scaler of mixed precision; may be disabled.
         config: The resolved run, ``config.gradient`` not None.
         host: Name or address of rank 0's machine, as the other ranks reach it.
+        timeout_seconds: Silence after which a rank counts as lost.
 
     Raises:
         ConfigError: On every rank: a setting is out of range, or the ranks' models differ.
@@ -146,6 +147,7 @@ class SparseReplica(Replica):
         scaler: torch.amp.GradScaler,
         config: RunConfig,
         host: str,
+        timeout_seconds: float,
     ) -> None:
         self._model = model
         assert config.gradient is not None, "the launcher's flag"
@@ -157,6 +159,7 @@ class SparseReplica(Replica):
             staleness=config.staleness,
             scaler=scaler,
             seed=config.seed,
+            timeout_seconds=timeout_seconds,
         )
         self._counted: dict[str, float] = {}
         self._steering: ControlClient | None = None

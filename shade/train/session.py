@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -93,6 +93,15 @@ class TrainSession:
         return cls(RunConfig.load(path))
 
     def __enter__(self) -> TrainSession:
+        try:
+            self._enter()
+        except ShadeError as error:
+            # Python calls `__exit__` only for what comes later, and the launcher is to know.
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _enter(self) -> None:
         logging.basicConfig(format=f"rank {self.rank}: %(message)s", level=logging.INFO, force=True)
         if RUN_FILE in os.environ:
             die_with_parent(os.getppid())
@@ -106,11 +115,9 @@ class TrainSession:
                 raise ConfigError.of("rank 0 on machine 0", f"on machine {self.config.node_rank}", cure)
             timeout = timedelta(seconds=LOST_SECONDS) if elastic else None
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timeout)
-            self._host_group = current_group(
-                "the metrics", timeout_seconds=LOST_SECONDS if elastic else TIMEOUT_SECONDS
-            )
+            self._host_group = current_group("the metrics", timeout_seconds=self._timeout_seconds)
+            _check_same_flags(self._host_group, self.config)
         self._show_note("building data set and model")
-        return self
 
     def _show_note(self, note: str) -> None:
         if self.local_rank == 0 and RUN_FILE in os.environ:
@@ -208,10 +215,15 @@ class TrainSession:
         """
         if self._exchanges:
             host = self.config.master_address if self.config.nodes > 1 else "127.0.0.1"
-            self._replica = SparseReplica(model, optimizer, scaler, self.config, host)
+            timeout = self._timeout_seconds
+            self._replica = SparseReplica(model, optimizer, scaler, self.config, host, timeout)
         else:
             self._replica = DenseReplica(model, optimizer, scaler)
         return self._replica
+
+    @property
+    def _timeout_seconds(self) -> float:
+        return TIMEOUT_SECONDS if self.config.min_nodes is None else LOST_SECONDS
 
     @property
     def _exchanges(self) -> bool:
@@ -312,6 +324,31 @@ class TrainSession:
         assert self._record is not None
         assert self._snapshots is not None
         return self._sampler, self._dataset, self._record, self._snapshots
+
+
+_FLAGS = {"nodes": "-n", "processes": "-g", "working_set_fraction": "-wss", "replication_factor": "-rep"}
+"""What is typed for settings whose flag has another name."""
+_PLACES = ("val_paths", "cache", "checkpoint", "persist")
+"""Settings that may name other places on other machines, but must be there on all or on none."""
+_OWN = (
+    *("out", "script", "train_paths", "node_rank", "master_address", "master_port", "master_socket", "workers", "disk"),
+    *("resume", "run", "profile", "restarts", "notice", "metrics_port"),
+)
+"""Settings that each machine may have for itself, or that machine 0 decides."""
+
+
+def _check_same_flags(group: RankGroup, config: RunConfig) -> None:
+    """Raises `ConfigError`, on every rank, if a machine was started with another plan than the first. Collective."""
+    plan = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _OWN}
+    plan |= {name: "given" if plan[name] and plan[name] != "none" else "left out" for name in _PLACES}
+    plans = group.gather([config.node_rank, plan])
+    (_, first), *others = plans
+    for machine, theirs in others:
+        for name, value in first.items():
+            if theirs[name] != value:
+                flag = _FLAGS.get(name, f"--{name}")
+                expected = f"{flag} on all machines to be as on machine 0, {value!r}"
+                raise ConfigError.of(expected, f"{theirs[name]!r} on machine {machine}", "type the same flags on each")
 
 
 def _one_line(error: ShadeError) -> str:

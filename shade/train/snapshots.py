@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import wait
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from shade.cache.cache import SampleCache
 from shade.checkpoint._save.async_writer import SaveHandle
 from shade.checkpoint._session.checkpointer import Checkpointer, tiers_of
-from shade.config import RunConfig
+from shade.config import HAS_SNAPSHOTS, RunConfig
 from shade.errors import ConfigError
 from shade.rank_group import current_group
 from shade.train.one_memory import OneMemory
@@ -64,6 +65,7 @@ class Snapshots:
         self._handles: list[SaveHandle] = []
         self._blocked_seconds = 0.0
         self._committed: SaveHandle | None = None
+        self._mark: Path | None = Path(config.out) / HAS_SNAPSHOTS
         self._durable_step = 0
 
     def restore(self) -> int:
@@ -115,6 +117,11 @@ class Snapshots:
     def _note_commit(self, handle: SaveHandle) -> None:
         if handle.committed.exception() is None:
             self._committed = handle
+            if self._mark is not None:
+                # In a directory that is full or gone it only makes a resume more careless.
+                with suppress(OSError):
+                    self._mark.touch()
+                self._mark = None
 
     def gauge(self) -> dict[str, Any]:
         """Returns what a failure of each kind would cost now, as `RecoveryEstimate.row` does."""

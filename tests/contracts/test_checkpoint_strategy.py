@@ -400,7 +400,7 @@ def test_no_more_memory_is_taken_and_no_more_saves_are_begun_than_the_config_say
     saving.join(PATIENCE_SECONDS)
     assert len(begun) == config.in_flight + 2
     checkpointer.wait_durable()
-    buffers = list(own_folder(run).glob("*.data"))
+    buffers = list(own_folder(run).rglob("*.data"))
     state_bytes = sum(len(each) for each in training.tensors().values())
     assert 1 <= len(buffers) <= config.buffers
     assert sum(path.stat().st_blocks * 512 for path in buffers) <= config.buffers * (state_bytes + 4 * 2**20)
@@ -416,7 +416,7 @@ def test_a_tighter_budget_is_kept(begin: Callable[..., Checkpointer], run: str, 
             checkpointer.save()
             training.step()
         checkpointer.wait_durable()
-        assert len(list(own_folder(run).glob("*.data"))) == 1
+        assert len(list(own_folder(run).rglob("*.data"))) == 1
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if STRATEGIES.get(name).config.streams])

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as npst
 from PIL import Image
 from torchvision import tv_tensors
 
-from shade.data._dataset.item_codec import decode, encode
+from shade.data._source.item_codec import decode, encode
 from shade.errors import ConfigError, CorruptEntryError
 
 DTYPES = [

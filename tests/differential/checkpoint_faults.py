@@ -67,7 +67,7 @@ def _put_one_after_the_other(self: AppState, state: Mapping[str, Any], names: An
         try:
             _load(self._objects[name], state[name])
         except Exception as error:
-            raise app_state._refused(name, error) from error
+            raise app_state.refused(name, error) from error
 
 
 def _cast(target: Any, state: Any) -> None:

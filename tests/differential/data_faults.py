@@ -11,10 +11,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from shade.data._dataset import batch_reader, item_codec, source
+from shade.data._dataset import batch_reader
 from shade.data._dataset.batch_reader import BatchReader, TransformChain
-from shade.data._dataset.content import ContentDigest
-from shade.data._dataset.source import FileSource, ItemSource
 from shade.data._loader import loader as loading
 from shade.data._loader.batch_parts import BatchBuffers
 from shade.data._loader.loader import EpochProgress
@@ -22,6 +20,9 @@ from shade.data._sampler import sampler as sampling
 from shade.data._sampler.place import LoaderCount
 from shade.data._sampler.rank_shard import RankShard
 from shade.data._sampler.sampler import ShadeSampler
+from shade.data._source import item_codec, source
+from shade.data._source.content import ContentDigest
+from shade.data._source.source import FileSource, ItemSource
 from shade.data._transforms.randomness import BatchGenerators
 from shade.sampling import uniform
 

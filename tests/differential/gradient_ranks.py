@@ -136,16 +136,15 @@ class EngineTraining(RankTraining):
 
     def make_optimizer(self) -> Any:
         kind = SPARSE.get(self.script.optimizer, ours.SparseSGD)
-        flush_every = {"flush_every": 1} if self.script.is_exact and issubclass(kind, ours.SparseOptimizer) else {}
-        optimizer = kind(self.groups(), **self.settings(), **(flush_every if self.script.has_zeros else {}))
+        optimizer = kind(self.groups(), **self.settings())
         if isinstance(optimizer, ours.SparseOptimizer):
             apply = optimizer.apply
 
-            def spy(bucket: Any, sparse: Any) -> None:
+            def spy(bucket: Any, sparse: Any, used: Any = None) -> None:
                 views = bucket.views(torch.from_numpy(sparse.dense()))
                 for name, view in zip(bucket.names, views, strict=True):
                     self.arrived[name] = self.arrived.get(name, 0) + view.double()
-                apply(bucket, sparse)
+                apply(bucket, sparse, used)
 
             if has_books(self.script):
                 optimizer.apply = spy  # type: ignore[method-assign]

@@ -100,11 +100,6 @@ class Script:
         return self.density == 1.0 and self.quantiser == "none" and self.optimizer != "local"
 
     @property
-    def has_zeros(self) -> bool:
-        """Whether whole parameters have no gradient in some step: their weights may lag, as documented."""
-        return self.unused or self.use != "both" or self.sizes == "ends" or bool(self.happenings & {"freeze", "eval"})
-
-    @property
     def happenings(self) -> set[str]:
         """The kinds of its events."""
         return {kind for _, kind in self.events}
@@ -303,7 +298,6 @@ REFUSALS = (
     Refusal(
         "parameters replaced", "expected the parameters that the engine was made with", _happens("assign", "new layer")
     ),
-    Refusal("parameters frozen later", "expected parameters that are still trained", _happens("freeze")),
     Refusal(
         "parameters converted",
         r"as at the start: torch\.",

@@ -130,10 +130,6 @@ class Training:
                     with self._buffers_of(rank):
                         loss = self.loss(self.model, rank, number) * share
                     self.go_back(loss if self.script.staleness else self.scaler.scale(loss), number)
-        if self.script.face == "engine":
-            for parameter in self.in_optimizer():
-                if parameter.grad is None and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
 
     def update(self) -> None:
         """Takes the step that is due."""

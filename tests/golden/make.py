@@ -39,8 +39,8 @@ from shade.control import message as telemetry
 from shade.control.profile import Profile
 from shade.control.study import Point, Space, Study, run
 from shade.data import MixtureSampler, PackedDataset
-from shade.data._dataset import item_codec
 from shade.data._decode.cached_format import pack_picture
+from shade.data._source import item_codec
 from shade.gradient._comm.message import MessageHeader, pack
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.quantiser import QUANTISERS

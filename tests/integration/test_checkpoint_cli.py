@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._interchange.export import import_state
 from shade.checkpoint._tiers.memory import MemoryTier
+from shade.checkpoint._tiers.run_lock import RunLock, runs_in_store
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.cli import main
 from shade.cli._checkpoint import VERBS
@@ -208,6 +210,10 @@ class TestList:
         code, out, _ = shade(capsys, "show", "10", "--persist", folder, "--json")
         assert code == 0
         assert "model/weight" in json.loads(out)["manifests"][0]["tensors"]
+        assert (
+            shade(capsys, "show", "newest", "--persist", folder)[:2]
+            == shade(capsys, "show", "10", "--persist", folder)[:2]
+        )
         code, out, err = shade(capsys, "show", "11", "--persist", folder)
         assert (code, out) == (1, "")
         assert "there are: 10" in err
@@ -373,3 +379,31 @@ class TestMove:
         assert code == 2
         assert "a path that does not exist" in err
         assert to.read_text() == "mine"
+
+
+class TestFree:
+    """What runs left in memory."""
+
+    def test_shows_and_frees_this_machines(self, run: str, tmp_path: Path, capsys: Capture) -> None:
+        killed = SharedMemoryTier(run, 0, identity="one")
+        killed.claim("file:///mnt/ckpt")
+        code, told, _ = shade(capsys, "free")
+        assert code == 0
+        assert [line.split()[1:] for line in told.splitlines() if run in line] == [
+            ["file:///mnt/ckpt", "0", "B", "-", "-", "in", "use"]
+        ]
+        code, _, error = shade(capsys, "free", run)
+        assert (code, error) == (1, f"{run}: in use by a live process, of file:///mnt/ckpt\n")
+        killed.close()
+        assert shade(capsys, "free", run)[0] == 0
+        assert shade(capsys, "free", run)[::2] == (1, f"{run}: nothing lies in this machine's shared memory\n")
+
+    def test_removes_a_run_from_a_store_and_no_other(self, store: Store, url: str, capsys: Capture) -> None:
+        keep_in_memory(store, 10)
+        keep_in_memory(store, 10, "vgg2")
+        assert shade(capsys, "free", "vgg", "--store", url)[0] == 0
+        assert runs_in_store(store) == ["vgg2"]
+        assert shade(capsys, "free", "vgg", "--store", url)[0] == 1
+        with RunLock(store, "vgg2"):
+            assert shade(capsys, "free", "vgg2", "--store", url)[0] == 2
+        assert shade(capsys, "free", "--store", url)[0] == 2

@@ -72,7 +72,7 @@ class TestHelp:
         assert told.returncode == 0, told.stderr
 
     @pytest.mark.parametrize(
-        "line", ["", "foo", "cache", "cache upp", "report", "simulate", "doctor --what", "cache up --nodes x"]
+        "line", ["foo", "cache", "cache upp", "report", "simulate", "doctor --what", "cache up --nodes x"]
     )
     def test_what_is_not_known_is_one_line(self, line: str, capsys: Capture) -> None:
         assert refused(capsys, *line.split()).startswith("shade")
@@ -101,6 +101,10 @@ class TestHelp:
     def test_what_is_like_nothing_is_not_guessed_at(self, capsys: Capture) -> None:
         assert "did you mean" not in refused(capsys, "xyzzy")
         assert "did you mean" not in refused(capsys, "run", "--qqqq")
+
+    def test_without_a_word_it_teaches(self, capsys: Capture) -> None:
+        assert main([]) == 2
+        assert "shade doctor" in capsys.readouterr().err
 
 
 class TestRun:

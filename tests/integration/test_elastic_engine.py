@@ -60,9 +60,9 @@ class Books:
     def _follow(self, number: int, feedback: Any) -> None:
         compress = feedback.compress
 
-        def spy(gradient_D: Any, density: float, key: Any) -> Any:
+        def spy(gradient_D: Any, density: float, key: Any, held: Any) -> Any:
             self.gradients[number] += np.asarray(gradient_D, np.float64)
-            chosen = compress(gradient_D, density, key)
+            chosen = compress(gradient_D, density, key, held)
             self._chosen.setdefault(key.step, {})[number] = chosen
             return chosen
 

@@ -25,8 +25,8 @@ from shade.checkpoint._tiers.storage import StorageTier
 from shade.control import message as telemetry
 from shade.control.profile import Profile
 from shade.control.study import read_journal, run
-from shade.data._dataset import item_codec
 from shade.data._decode.cached_format import picture_of
+from shade.data._source import item_codec
 from shade.gradient._comm.message import unpack
 from shade.policy.trace import Trace
 from shade.rank_group import SingleProcessGroup

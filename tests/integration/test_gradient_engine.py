@@ -121,8 +121,8 @@ def story_of_mass(rank: int, world_size: int) -> list[float]:
             for bucket_state, total in zip(engine._bucket_states, sent, strict=True):
                 compress = bucket_state.feedback.compress
 
-                def spy(gradient: Any, density: float, key: Any, compress: Any = compress, total: Any = total) -> Any:
-                    chosen = compress(gradient, density, key)
+                def spy(*given: Any, compress: Any = compress, total: Any = total) -> Any:
+                    chosen = compress(*given)
                     total[chosen.indices_K] += chosen.values_K
                     return chosen
 
@@ -399,7 +399,82 @@ def story_of_unequal_models(rank: int, world_size: int) -> list[str]:
             GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **settings)
         except ConfigError as error:
             outcomes.append(str(error))
+    model = network()
+    for settings in ({"lr": 0.1 * (1 + rank)}, {"flush_every": 1 + rank}):
+        try:
+            GradientEngine(model, SparseSGD(model.parameters(), **settings), **SMALL)
+        except ConfigError as error:
+            outcomes.append(str(error))
     return outcomes
+
+
+class Heads(nn.Module):
+    """A stem and three heads, of which the last is never used; one bucket holds parameters of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(32, 40)
+        self.heads = nn.ModuleList([nn.Linear(40, 60) for _ in range(3)])
+
+    def loss(self, rank: int, step: int) -> torch.Tensor:
+        """Uses the second head on rank 0 in every third step."""
+        hidden = torch.tanh(self.stem(batch(rank, step)[0]))
+        used = self.heads[: 2 if step % 3 == 0 and rank == 0 else 1]
+        return torch.stack([head(hidden).square().mean() for head in used]).sum()
+
+    forward = loss
+
+
+def story_of_unused(rank: int, world_size: int) -> list[Any]:
+    """Distance from DDP where some parameters have no gradient on some ranks or on any; digests if little is sent."""
+    outcomes: list[Any] = []
+    kinds = ((SparseSGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "dampening": 0.3}),
+             (SparseAdamW, torch.optim.AdamW, {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1}))  # fmt: skip
+    for local_size in {1, world_size // 2}:
+        for ours, plain, settings in kinds:
+            model, reference = Heads(), Heads()
+            ddp = nn.parallel.DistributedDataParallel(reference, find_unused_parameters=True)
+            dense = plain(reference.parameters(), **settings)
+            optimizer = ours(model.parameters(), **settings)
+            with GradientEngine(model, optimizer, **EXACT, local_size=local_size) as engine:
+                for step in range(20):
+                    ddp(rank, step).backward()
+                    dense.step()
+                    dense.zero_grad()
+                    model.loss(rank, step).backward()
+                    engine.step()
+                engine.finish()
+            outcomes.append(distance(model, reference))
+        model = Heads()
+        before = digest(model.heads[2])
+        optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        with GradientEngine(model, optimizer, **SMALL, local_size=local_size, staleness=1) as engine:
+            for step in range(20):
+                model.loss(rank, step).backward()
+                engine.step()
+                if step == 10:
+                    state = engine.state_dict()
+                    engine.load_state_dict(state)
+            engine.finish()
+        outcomes.append([digest(model), digest(model.heads[2]) == before])
+    return outcomes
+
+
+def story_of_a_defect_before_the_sum(rank: int, world_size: int) -> list[Any]:
+    """A stage of rank 1 fails before its node adds up: what each rank hears, and after how long."""
+    model, begun = network(), time.monotonic()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SMALL, local_size=2) as engine:
+        train(engine, model, rank, range(1))
+        if rank == 1:
+            engine._bucket_states[0].bucket.gather = None  # type: ignore[method-assign, assignment]
+        raised = "nothing"
+        try:
+            train(engine, model, rank, range(1, 2))
+        except GradientError as error:
+            raised = str(error)
+        dist.barrier()
+    return [raised, time.monotonic() - begun]
 
 
 def story_of_other_worlds(rank: int, world_size: int) -> list[Any]:
@@ -509,10 +584,11 @@ PAIR = [
     story_of_samples,
     story_of_buffers,
     story_of_unequal_models,
+    story_of_unused,
     story_of_other_worlds,
     story_of_a_flipped_bit,
 ]
-FOUR = [story_of_nodes, story_of_samples]
+FOUR = [story_of_nodes, story_of_samples, story_of_unused, story_of_a_defect_before_the_sum]
 
 
 @pytest.fixture(scope="module")
@@ -606,7 +682,7 @@ def test_finish_and_constructors_are_refused_on_all_ranks_if_on_one(pair: Any) -
     for number, (theirs, own) in enumerate(zip(first, second, strict=True)):
         kind, _, cause = own.partition(": ")
         assert kind == "ConfigError"
-        is_made_alike = number in (1, 2)
+        is_made_alike = number > 0
         assert theirs == (
             f"ConfigError: refused on rank 1: {cause}"
             if is_made_alike
@@ -639,12 +715,30 @@ def test_buffers_are_brought_together_when_the_engine_finishes(pair: Any) -> Non
 def test_unequal_models_and_settings_are_named_on_all_ranks(pair: Any) -> None:
     first, second = results_of(pair, story_of_unequal_models)
     assert first == second
-    shape, setting, frozen = first
+    shape, setting, frozen, rate, flushes = first
     assert "parameter weight of rank 1" in shape
     assert "(64, 32)" in shape
     assert "(65, 32)" in shape
     assert "setting density of rank 1" in setting
     assert "frozen" in frozen
+    assert "optimizer group 0 of rank 1 to be {'lr': 0.1" in rate
+    assert "flush_every of the optimizer of rank 1 to be 1 as on rank 0, got 2" in flushes
+
+
+def test_what_no_rank_uses_takes_no_step_as_under_ddp(pair: Any, four: Any) -> None:
+    for outcomes in (results_of(pair, story_of_unused), results_of(four, story_of_unused)):
+        for number, first in enumerate(outcomes[0]):
+            if isinstance(first, list):
+                assert all(each[number] == first for each in outcomes), "the same bits on every rank"
+                assert first[1], "the head that nobody uses is as it was"
+            else:
+                assert max(each[number] for each in outcomes) < 1e-5
+
+
+def test_a_rank_that_fails_before_its_node_adds_up_tells_the_others_at_once(four: Any) -> None:
+    for raised, seconds in results_of(four, story_of_a_defect_before_the_sum):
+        assert "step 1 failed on rank 1, so no rank applied it: TypeError" in raised
+        assert seconds < SMALL["timeout_seconds"]
 
 
 def test_what_is_kept_survives_a_change_of_the_world(pair: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError, StateMismatchError
+from shade.gradient._engine import comm_hook
 from shade.gradient._engine.comm_hook import SparseState, sparse_hook
 from shade.gradient._engine.local_sgd import DiLoCo, LocalSGD
 from tests.support.gradient_ranks import damage, digest, distance, loss_of, network, play, results_of
@@ -44,6 +47,63 @@ def story_of_all_sent(rank: int, world_size: int) -> float:
             optimizer.zero_grad()
     state.close()
     return distance(model, reference)
+
+
+class Spectrum(nn.Module):
+    """An embedding with sparse gradients, a complex filter, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 16, sparse=True)
+        self.response = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+        self.layer = nn.Linear(16, 5)
+
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        places = torch.randint(0, 50, (8,), generator=torch.Generator().manual_seed(10 * step + rank))
+        spectrum = torch.fft.fft(self.table(places)) * self.response
+        return self.layer(torch.fft.ifft(spectrum).real).square().mean()
+
+
+def story_of_other_gradients(rank: int, world_size: int) -> list[Any]:
+    """Distance from plain DDP with sparse and complex gradients; digest and largest residual where little is sent."""
+    model, reference = Spectrum(), Spectrum()
+    with patch.object(dist, "is_initialized", return_value=False):  # as Lightning makes it, before the ranks have met
+        state = SparseState(model, density=1.0, quantiser="none", timeout_seconds=30.0)
+    ddp, plain = (nn.parallel.DistributedDataParallel(each) for each in (model, reference))
+    ddp.register_comm_hook(state, sparse_hook)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for step in range(8):
+        for each, optimizer in zip((ddp, plain), optimizers, strict=True):
+            each(rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state.close()
+    little = Spectrum()
+    ddp, state = wrapped(little, density=0.05, compressor="topk")
+    optimizer = torch.optim.SGD(little.parameters(), lr=0.1)
+    for step in range(8):
+        ddp(rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    largest = max(float(np.abs(each).max()) for each in kept(state).values())
+    state.close()
+    return [distance(model, reference), digest(little), largest]
+
+
+def story_of_a_hook_that_cannot_deliver(rank: int, world_size: int) -> list[str]:
+    """The thread cannot even put NaN into DDP's bucket on rank 1: what each rank raises instead of waiting for ever."""
+    model = network()
+    ddp, state = wrapped(model, density=0.05)
+    raised = "nothing"
+    with patch.object(comm_hook, "_filled", None) if rank == 1 else nullcontext():
+        try:
+            loss_of(ddp, rank, 0).backward()
+        except Exception as error:  # noqa: BLE001 - whatever DDP makes of it
+            raised = str(error)
+    dist.barrier()
+    state.close()
+    return [raised]
 
 
 def story_of_new_buckets(rank: int, world_size: int) -> list[Any]:
@@ -365,6 +425,8 @@ STORIES = [
     story_of_local_sgd,
     story_of_diloco,
     story_of_diloco_nan,
+    story_of_other_gradients,
+    story_of_a_hook_that_cannot_deliver,
 ]
 
 
@@ -395,6 +457,19 @@ def test_local_sgd_takes_in_weights_that_a_script_rebinds_and_refuses_others(pai
 @pytest.mark.multiprocess
 def test_all_sent_the_hook_is_plain_ddp(pair: Any) -> None:
     assert max(results_of(pair, story_of_all_sent)) < 1e-5
+
+
+def test_sparse_and_complex_gradients_pass_the_hook(pair: Any) -> None:
+    outcomes = results_of(pair, story_of_other_gradients)
+    assert max(off for off, _, _ in outcomes) < 1e-6
+    assert outcomes[0][1] == outcomes[1][1]
+    assert min(largest for _, _, largest in outcomes) > 0
+
+
+def test_a_hook_that_fails_raises_and_never_waits(pair: Any) -> None:
+    (first,), (second,) = results_of(pair, story_of_a_hook_that_cannot_deliver)
+    assert first == "nothing"
+    assert "'NoneType' object is not callable" in second
 
 
 def test_branches_in_turn_and_unused_layers_lose_nothing(pair: Any) -> None:

@@ -152,10 +152,12 @@ def test_a_taken_port(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a free --master_port" in told
 
 
-def test_a_checkpoint_that_is_not_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("trace", ["has-snapshots", "metrics.jsonl"])
+def test_a_checkpoint_that_is_not_there_any_more(here: Path, trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = here / "out"
     out.mkdir()
     RunConfig(out=str(out), script=str(STREAM), train_paths=(str(here / "data"),), batch_size=8).save()
+    (out / trace).write_text("{}\n")
     assert "a checkpoint to resume from" in refused(here, "--resume out", capsys)
 
 

@@ -64,3 +64,22 @@ def test_the_launchers_of_several_machines_need_a_cache_in_common(tmp_path: Path
     told = run("bench_cifar10.py", "data", "-n", "2", "-nr", "0", cwd=tmp_path)
     assert (told.returncode, told.stderr.count("\n")) == (2, 1)
     assert "a cache that all machines reach" in told.stderr
+
+
+@pytest.mark.parametrize("typed", ["--seed 5", "--gradient threshold-v", "--val_paths data"])
+def test_machines_that_typed_other_flags_are_told_which_and_write_nothing(typed: str, tmp_path: Path) -> None:
+    data = make_images(tmp_path / "data")
+    (port,) = free_ports(1)
+    words = f"bench_cifar10.py {data} -n 2 -master_address 127.0.0.1 -master_port {port} --cache none --network cnn "
+    words += f"--batch_size {BATCH} --workers 0 --out out"
+    machines = []
+    for number, more in enumerate(("", typed.replace("data", str(data)))):
+        (tmp_path / str(number)).mkdir()
+        machines.append(start(*words.split(), *more.split(), "-nr", str(number), cwd=tmp_path / str(number)))
+    told = [machine.communicate(timeout=120)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [2, 2], told
+    for number, each in enumerate(told):
+        assert f"expected {typed.split()[0]} on all machines to be as on machine 0" in each
+        assert "on machine 1" in each
+        assert "type the same flags on each" in each
+        assert not any((tmp_path / str(number)).iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,26 @@ def test_a_run_outlives_a_rank_and_ends_as_if_nothing_had_been(data: Path, tmp_p
     assert losses(broken / "out") == losses(whole / "out")
     assert [row["epoch"] for row in rows(broken / "out") if row["rank"] == 0] == list(range(EPOCHS))
     forget(broken / "out")
+
+
+def test_a_run_that_was_killed_before_its_first_snapshot_starts_over_and_a_later_one_does_not(
+    data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = start("bench_cifar10.py", data, *WORDS, "--epochs", "1", cwd=tmp_path)
+    family = wait_for(lambda: (tmp_path / "out" / "run.json").exists() and Family(launcher))
+    launcher.kill()
+    launcher.communicate()
+    wait_for(lambda: not family.running())
+    told = run("--resume", "out", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert "has no snapshot yet; it starts from the beginning" in told.stderr
+    assert [row["epoch"] for row in rows(tmp_path / "out") if row["rank"] == 0] == [0]
+    assert (tmp_path / "out" / "has-snapshots").exists()
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    forget(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--resume", "out", "--epochs", "2"]) == 2
+    assert "a checkpoint to resume from" in capsys.readouterr().err
 
 
 def test_ranks_are_started_anew_as_often_as_was_asked(

@@ -61,7 +61,14 @@ def test_it_leaves_all_that_it_promises(done: Done) -> None:
     names = {path.name for path in done.out.iterdir()}
     files = {"train.log", "output.log", "metrics.jsonl", "epochs.csv", "report.txt", "report.png", "run.json"}
     folders = {"checkpoints", "losses", "tensorboard"}
-    assert names == files | folders | {"trace.npz", "trail.jsonl", "report.html", "rank0.prom", "rank1.prom"}
+    assert names == files | folders | {
+        "trace.npz",
+        "trail.jsonl",
+        "report.html",
+        "rank0.prom",
+        "rank1.prom",
+        "has-snapshots",
+    }
     assert (done.out / "report.png").read_bytes().startswith(b"\x89PNG")
     assert list((done.out / "tensorboard").glob("events.out.tfevents.*"))
     assert (done.here / "train.log").resolve() == done.out / "train.log"

@@ -100,7 +100,7 @@ def test_those_who_follow_an_unbiased_stream_have_its_weights(pictures: str, sto
     job = Job(pictures, store.url, epochs=4, batch_size=BATCH, keep=0.7, follow="search", workers=1)
     one, two = train_together([job, replace(job, seed=1)], tmp_path)
     assert one.steps == two.steps
-    draws = (one.state["draws"], two.state["draws"])
+    draws = (*one.state["draws"], *two.state["draws"])
     assert draws[0].keys() == draws[1].keys()
     assert all(bool((draws[0][epoch]["weight"] == draws[1][epoch]["weight"]).all()) for epoch in draws[0])
 

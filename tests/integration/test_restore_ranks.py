@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from shade.checkpoint import Checkpointer
+from shade.checkpoint import Checkpointer, StateDictCheckpointer, load_weights
 from shade.checkpoint._format.manifest import CHUNK_BYTES
 from shade.checkpoint.dcp import ShadeReader, ShadeWriter
-from shade.errors import ConfigError, StateMismatchError
+from shade.errors import CheckpointError, ConfigError, StateMismatchError
 from tests.differential.checkpoint_checks import difference
 from tests.differential.checkpoint_processes import Say, in_processes
 from tests.support.counted_reads import counted_reads
@@ -130,6 +130,53 @@ def test_a_name_that_one_rank_has_not_attached_is_named_on_both(tmp_path: Path) 
     assert all("names of what is attached" in each for each in in_processes(2, restore, tmp_path / "meeting"))
 
 
+def test_a_tensor_that_differs_anywhere_is_each_ranks_own(tmp_path: Path) -> None:
+    """Of a state dict that is passed, nobody says what is alike."""
+
+    def act(rank: int, say: Say) -> None:
+        counts, alike = torch.zeros(20_000, dtype=torch.int64), torch.arange(20_000.0)
+        counts[100 + rank], counts[15_000 + rank] = 7, 70
+        options: dict[str, Any] = {"persist_to": tmp_path / "storage", "run": f"ranks-{tmp_path.name}"}
+        with StateDictCheckpointer(**options) as checkpointer:
+            checkpointer.save_state({"counts": counts, "alike": alike, "strided": counts[::2]}, 1)
+            checkpointer.wait_durable()
+            num_bytes = checkpointer.list()[0].record.num_bytes
+        with StateDictCheckpointer(**options) as checkpointer:
+            checkpointer.restore_latest()
+            found = checkpointer.state_dict_state.take()
+        assert found is not None
+        assert_same({name: found[name] for name in ("counts", "alike")}, {"counts": counts, "alike": alike})
+        assert torch.equal(found["strided"], counts[::2])
+        say(num_bytes)
+
+    for num_bytes in in_processes(2, act, tmp_path / "meeting"):
+        assert num_bytes < 2 * (160_000 + 80_000) + 80_000 + 40_000  # what is alike is there once
+
+
+def test_whole_weights_go_into_a_model_that_is_sharded(tmp_path: Path) -> None:
+    def act(rank: int, say: Say) -> None:
+        run = f"ranks-{tmp_path.name}"
+        torch.manual_seed(0)
+        source = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
+        with Checkpointer(persist_to=tmp_path / "storage", run=run, every="never") as checkpointer:
+            checkpointer.attach(model=source)
+            checkpointer.save()
+            checkpointer.wait_durable()
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+        load_weights(model, persist_to=tmp_path / "storage", run=run)
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert not difference(whole, dict(source.state_dict())) or rank
+        with (
+            Checkpointer(persist_to=tmp_path / "other", run=f"{run}-2", every="never") as checkpointer,
+            pytest.raises(ConfigError, match=r"'model/0.weight', got .*DTensor; save sharded state through"),
+        ):
+            checkpointer.attach(model=model)
+
+    in_processes(2, act, tmp_path / "meeting")
+
+
 WIDTH = 1030
 """A layer of so many squared float32 is a little longer than a chunk."""
 
@@ -197,3 +244,40 @@ def test_a_rank_of_a_sharded_job_reads_its_part_and_little_else(num_ranks: int, 
     # are the first and the last, are read by all.
     assert num_bytes < sum(read for read, _ in said)
     assert all(read <= own + (num_ranks - 1) * 2 * CHUNK_BYTES for read, own in said)
+
+
+def test_storage_on_one_rank_alone_is_refused_on_both(tmp_path: Path) -> None:
+    def begin(rank: int, say: Say) -> None:
+        folder = None if rank else tmp_path / "storage"
+        with pytest.raises(ConfigError, match="the same persist_to on every rank") as refused:
+            Checkpointer(persist_to=folder, run=f"ranks-{tmp_path.name}")
+        say(str(refused.value))
+
+    assert len(set(in_processes(2, begin, tmp_path / "meeting"))) == 1
+
+
+@pytest.mark.parametrize("saving", [0, 1])
+def test_a_save_that_one_rank_leaves_out_fails_on_both_at_once(saving: int, tmp_path: Path) -> None:
+    def save(rank: int, say: Say) -> None:
+        things = build(0)
+        checkpointer = opened(tmp_path)
+        checkpointer.attach(**things)
+        checkpointer.step()
+        checkpointer.save()
+        if rank == saving:
+            checkpointer.step()
+            checkpointer.save()
+        dist.barrier()
+        if rank != saving:
+            checkpointer.step()  # to the step that the other rank has saved
+        with pytest.raises(CheckpointError, match=f"no save.. on rank {1 - saving}") as refused:
+            checkpointer.wait_committed() if rank == saving else checkpointer.step()
+        with pytest.raises(CheckpointError):
+            checkpointer.close()
+        say(str(refused.value))
+        with opened(tmp_path) as again:
+            again.attach(**things)
+            assert again.restore_latest().step == 1
+
+    said = in_processes(2, save, tmp_path / "meeting")
+    assert said[saving] == f"rank {1 - saving}: {said[1 - saving]}"

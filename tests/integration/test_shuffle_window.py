@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import errno
+import gc
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,6 +240,23 @@ def test_a_second_sampler_takes_the_place_of_the_first(tmp_path: Path, memory: P
     assert len(list(memory.iterdir())) == 1
     assert sorted(epoch_of(shards, second, read_shards(paths), 0)) == list(range(N))
     shards.close()
+
+
+def test_names_that_are_bound_anew_leave_no_thread_and_no_memory(tmp_path: Path, memory: Path) -> None:
+    """A cell of a notebook that is run again closes nothing."""
+    paths = write_shards(tmp_path / "shards", "tar", make_items(N), 150)
+    expected, mine = read_shards(paths), set(threading.enumerate())
+    for number in range(3):
+        shards, _ = opened(paths)
+        sampler = sampler_of(shards)
+        epoch_of(shards, sampler, expected, number)
+    left = [each for each in threading.enumerate() if each not in mine and each.name == "shade-read-ahead"]
+    assert left
+    del shards, sampler, _
+    gc.collect()
+    for thread in left:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in left)
 
 
 def test_a_window_of_all_is_the_global_order(tmp_path: Path, memory: Path) -> None:

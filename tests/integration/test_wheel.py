@@ -105,6 +105,9 @@ def test_both_hold_every_file_and_the_examples(dist: Path) -> None:
     assert held == expected
     assert (metadata["Name"], metadata["Version"]) == ("torch-shade", shade.__version__)
     assert set(metadata.get_all("Provides-Extra", [])) >= EXTRAS
+    assert metadata["Author"] == "the shade authors"
+    assert "pytorch" in metadata["Keywords"].split(",")
+    assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier", [])
     with tarfile.open(next(dist.glob("*.tar.gz"))) as sdist:
         files = {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}
     assert files >= expected

@@ -199,6 +199,10 @@ def make(node: Any, tensors: dict[str, np.ndarray[Any, Any]]) -> Any:
     if kind == "viewed":
         stored = tensors[content[1]]
         return stored.view("<c16")[..., 0] if content[0] == "complex128" else stored
+    if kind == "ordered":
+        return make(content[1], tensors)
+    if kind == "wrapper":
+        return [*content[:2], *make(content[3], tensors)]
     if kind == "raw_array":
         return np.frombuffer(tensors[content[2]].tobytes(), content[0]).reshape(content[1])
     if kind == "scalar":

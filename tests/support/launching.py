@@ -23,6 +23,7 @@ from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.config import RunConfig
 from shade.errors import ConfigError
+from shade.launch.preflight import memory_folder
 from shade.storage import open_volume
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +114,9 @@ def snapshots(out: Path) -> list[Commit]:
     config = RunConfig.load(out / "run.json")
     assert config.persist_to is not None
     with open_volume(config.persist_to) as volume:
-        held = [*own_records(own_folder(config.run)).values(), *StorageTier(volume, config.run).held().values()]
+        memory = memory_folder(config, None)
+        near = {} if memory is None else own_records(memory, config.run)
+        held = [*near.values(), *StorageTier(volume, config.run).held().values()]
     return sorted(held, key=lambda record: record.sequence, reverse=True)
 
 

@@ -26,6 +26,7 @@ DOORS_OF_OTHERS = {
     ),
     **dict.fromkeys(("dataset._fingerprint", "value._fingerprint", "found._fingerprint"), "datasets.Dataset"),
     "file_system._url": "fsspec",
+    "os._exit": "Python",
     "_ZipMember._make": "a named tuple",
 }
 """Uses of a private attribute of another library whose name a class of ours has too."""

@@ -23,6 +23,7 @@ class Shelf(Tier):
         self.manifests: dict[tuple[str, int], bytes] = {}
         self.chunks: dict[tuple[str, int, int], bytes] = {}
         self.marks: dict[str, int] = {}
+        self.noted: list[str] = []
         self.done: list[str] = []
         self.failing: dict[str, Exception] = {}
 
@@ -51,7 +52,10 @@ class Shelf(Tier):
         self._do(f"commit {place}")
         self.records[place] = record
 
-    def held(self) -> Mapping[str, Commit]:
+    def note_damage(self, place: str) -> None:
+        self.noted.append(place)
+
+    def held(self, known: Mapping[str, Commit] | None = None) -> Mapping[str, Commit]:
         self._do("held")
         return dict(self.records)
 

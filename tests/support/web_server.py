@@ -28,7 +28,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         time.sleep(server.seconds)
         try:
             if fails > 0:
-                self.send_error(503)
+                self._refuse()
             elif "Range" in self.headers and server.serves_ranges:
                 self._send_range(self.headers["Range"])
             else:
@@ -36,6 +36,20 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         finally:
             with server.lock:
                 server.at_once -= 1
+
+    def do_HEAD(self) -> None:
+        server: Any = self.server
+        if server.failures.get(self.path, 0) > 0:
+            self._refuse()
+        else:
+            super().do_HEAD()
+
+    def _refuse(self) -> None:
+        server: Any = self.server
+        self.send_response(server.refuses_with)
+        self.send_header("Retry-After", server.retry_after)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def _send_range(self, wanted: str) -> None:
         first, _, last = wanted.removeprefix("bytes=").partition("-")
@@ -58,20 +72,21 @@ class WebServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), partial(Handler, directory=str(folder)))
         self.lock, self.seconds = threading.Lock(), 0.0
         self.reads: list[str] = []
         self.failures: dict[str, int] = {}
         self.at_once = self.most = 0
         self.serves_ranges = True
+        self.refuses_with, self.retry_after = 503, "0"
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[WebServer]:
+def serving(folder: Path, port: int = 0) -> Iterator[WebServer]:
     """The folder, served until the end of the block."""
-    with WebServer(folder) as server:
+    with WebServer(folder, port) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server

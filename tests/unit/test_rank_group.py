@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -82,6 +84,8 @@ def test_ranks_of_what_the_caller_says() -> None:
         ranks_of(4, 4, 4)
     with pytest.raises(ConfigError, match="batch_size ≥ 1"):
         ranks_of(None, None, 0)
+    with pytest.raises(ConfigError, match="the second argument is num_replicas, as in DistributedSampler"):
+        ranks_of(8, None, 8)
 
 
 def test_a_reason_is_the_first_error_without_the_backends_advice() -> None:
@@ -217,3 +221,22 @@ def test_closing_is_safe_whenever_it_happens(tmp_path: Path) -> None:
         return "closed"
 
     assert on_ranks(2, tmp_path, act) == ["closed", "closed"]
+
+
+@pytest.mark.multiprocess
+def test_a_script_that_ends_waits_for_a_thread_that_waits_for_ranks() -> None:
+    """Unwound by force inside a collective, it would abort the process."""
+    script = """
+import threading, time
+from shade.rank_group import waiting
+entered = threading.Event()
+def wait():
+    with waiting():
+        entered.set()
+        time.sleep(0.5)
+        print("came back", flush=True)
+threading.Thread(target=wait, daemon=True).start()
+entered.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert done.stdout == "came back\n"

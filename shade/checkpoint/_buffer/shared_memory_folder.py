@@ -1,8 +1,11 @@
 """The folder of a run's shared-memory buffers, and its records; without PyTorch, for launchers and tools.
 
-The buffers lie in the machine's shared memory, under the user and the run id. `_buffer.shared_memory_tier` writes them
-and says what the files are. The logs of flushers lie beside the runs' folders, each locked (flock, shared) as long as a
-flusher has it open, and removed under an exclusive lock.
+The buffers lie in the machine's shared memory, under the user, the run id and the identity of run and storage
+(`_tiers.identity`). `_buffer.shared_memory_tier` writes them and says what the files are. What a killed run has left is
+removed by a later one after an hour, unless its newest snapshot lies nowhere else.
+
+The logs of flushers lie beside the runs' folders, each locked (flock, shared) as long as a flusher has it open, and
+removed under an exclusive lock.
 """
 
 from __future__ import annotations
@@ -11,14 +14,23 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
 from shade.checkpoint._format.manifest import Commit
 from shade.errors import ConfigError, CorruptCheckpointError
 
+ABOUT: Final = "about"
+"""Name of the file that says to whom a folder belongs."""
+KEPT_SECONDS: Final = 3600.0
+"""Time within which a run that was killed is begun again, as a rule, and reads shared memory."""
+claimed: Final[set[tuple[int, Path]]] = set()
+"""Locked files of this process, with its id. To open and close such a file once more would take its lock away."""
 _RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -38,7 +50,7 @@ def own_folder(run: str, parent: Path | None = None) -> Path:
     return (parent or shared_memory()) / f"shade-{os.getuid()}" / run
 
 
-def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Commit]:
+def own_records(folder: Path, run: str, damaged: list[str] | None = None) -> dict[str, Commit]:
     """Returns the record of each location in a run's folder; of two records for one location the newer one.
 
     ``damaged`` receives the names of records that cannot be read.
@@ -54,16 +66,97 @@ def own_records(folder: Path, damaged: list[str] | None = None) -> dict[str, Com
             if damaged is not None:
                 damaged.append(path.name)
             continue
-        if record.run == folder.name and (location not in found or record.sequence > found[location].sequence):
+        if record.run == run and (location not in found or record.sequence > found[location].sequence):
             found[location] = record
     return found
 
 
-def leftovers(parent: Path | None = None) -> Iterator[tuple[str, int]]:
-    """Yields the runs that have buffers on this machine, and their bytes: memory that stays taken until removed."""
-    ours = own_folder("", parent)
-    for run in sorted(path for path in ours.iterdir() if path.is_dir()) if ours.is_dir() else ():
-        yield run.name, sum(path.stat().st_blocks * 512 for path in run.glob("*.data"))
+@dataclass(frozen=True)
+class Held:
+    """What one run has in this machine's shared memory: memory that stays taken until it is removed."""
+
+    folder: Path
+    run: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(path.stat().st_blocks * 512 for path in self.folder.glob("*.data"))
+
+    @property
+    def about(self) -> str:
+        """To whom it belongs: an address of storage, or a command."""
+        with contextlib.suppress(OSError):
+            return (self.folder / ABOUT).read_text()
+        return ""
+
+    @property
+    def newest(self) -> Commit | None:
+        """Record of the newest snapshot."""
+        return max(own_records(self.folder, self.run).values(), key=lambda record: record.sequence, default=None)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its newest snapshot lies in another tier as well, or there is none."""
+        marks = [int(path.read_text() or "0") for path in self.folder.glob("rank-*.elsewhere")]
+        return self.newest is None or self.newest.sequence <= max(marks, default=0)
+
+    @property
+    def is_old(self) -> bool:
+        """Whether nothing was written there for long."""
+        return time.time() - max(path.stat().st_mtime for path in self.folder.iterdir()) > KEPT_SECONDS
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a live process uses it."""
+        with self._locks() as locked:
+            return not locked
+
+    def free(self) -> bool:
+        """Removes it; returns False if a live process uses it."""
+        with self._locks() as locked:
+            if locked:
+                remove_folder(self.folder)
+            return locked
+
+    @contextlib.contextmanager
+    def _locks(self) -> Iterator[bool]:
+        """Holds the locks of all ranks; yields False if a live process holds one."""
+        with contextlib.ExitStack() as held:
+            is_free = True
+            for path in self.folder.glob("rank-*.claim.lock"):
+                is_free = is_free and (os.getpid(), path) not in claimed
+                with contextlib.suppress(FileNotFoundError):
+                    try:
+                        if is_free:
+                            fcntl.lockf(held.enter_context(path.open("r+b")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except (BlockingIOError, PermissionError):
+                        is_free = False
+            yield is_free
+
+
+def held_here(parent: Path | None = None) -> Iterator[Held]:
+    """Yields what each run has in shared memory, in the order of their ids."""
+    for path in sorted(own_folder("", parent).glob(f"*/*/{ABOUT}")):
+        yield Held(path.parent, path.parent.parent.name)
+
+
+def sweep_memory() -> None:
+    """Removes what runs that were killed have left, as the top of the file says."""
+    for each in held_here():
+        with contextlib.suppress(OSError, ValueError):  # another process removes it as well
+            if each.is_old and each.is_elsewhere:
+                each.free()
+
+
+def remove_folder(folder: Path, *, is_empty: bool = False) -> None:
+    """Removes the folder of a run's buffers, and the run's if there is no other in it."""
+    with contextlib.suppress(OSError):
+        if is_empty:
+            folder.rmdir()  # fails if a rank has begun meanwhile
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.rmdir()
 
 
 def flusher_log(run: str) -> Path:

@@ -5,13 +5,13 @@ process finds its state where it left it. They do not outlive the machine; the o
 state's size once, and holds no snapshot while it is copied into; a second one closes that gap.
 
 Files of rank R, buffer B: ``rank-R.B.data``; ``rank-R.B.json``, its manifest; ``rank-R.B.commit``, the record: removed
-before the buffer is touched, written after all ranks have voted. Invariant: the snapshot of a record in this tier was
+before the buffer is touched, written after all ranks have voted; ``rank-R.elsewhere``, the sequence of the newest
+snapshot that another tier has as well. Invariant: the snapshot of a record in this tier was
 whole when the record was written. Decision 0008 has the measurements of huge pages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -27,7 +27,7 @@ from typing import ClassVar, Final
 import torch
 from typing_extensions import override
 
-from shade.checkpoint._buffer.shared_memory_folder import own_folder, own_records
+from shade.checkpoint._buffer.shared_memory_folder import ABOUT, claimed, own_folder, own_records, remove_folder
 from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Shard, Tier
@@ -122,6 +122,7 @@ class SharedMemoryTier(Tier):
     Args:
         run: The run id.
         rank: The rank whose buffers are written.
+        identity: Name of run and storage together (`_tiers.identity`): snapshots under another one are not seen.
         num_buffers: Number of buffers, ≥ 1.
         has_others: Whether snapshots also go to other tiers: then too little shared memory is no failure.
         folder: Parent of the run's folder; by default the machine's shared memory.
@@ -135,10 +136,17 @@ class SharedMemoryTier(Tier):
     holds_plain: ClassVar[bool] = True
 
     def __init__(
-        self, run: str, rank: int, *, num_buffers: int = 1, has_others: bool = False, folder: Path | None = None
+        self,
+        run: str,
+        rank: int,
+        *,
+        identity: str = "alone",
+        num_buffers: int = 1,
+        has_others: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self.run, self.rank, self._has_others = run, rank, has_others
-        self.folder = own_folder(run, folder)
+        self.folder = own_folder(run, folder) / identity
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -150,32 +158,43 @@ class SharedMemoryTier(Tier):
         self._next = 0
         self._lock = threading.Lock()
         self._claimed: int | None = None
+        self._process = os.getpid()
         self._open: dict[Path, memoryview] = {}
         left = self.held()  # read before any rank of this machine can begin a save, so all take the same turn
         if left:
             self.spare(max(left, key=lambda location: left[location].sequence))
 
-    def claim(self) -> None:
-        """Claims this rank's buffers for this process until `close`; a process that dies loses its claim.
+    def claim(self, about: str = "") -> None:
+        """Claims this rank's buffers for this object until `close`; a process that dies loses its claim.
 
-        Two trainings with one run id, each with storage of its own, meet only here: without the claim, each would hash
-        and store what the other writes into the same memory.
+        Two trainings without storage and with one run id meet only here: without the claim, each would hash and store
+        what the other writes into the same memory.
+
+        Args:
+            about: Whose they are, for users.
 
         Raises:
-            RunInUseError: A live process has claimed them.
+            RunInUseError: They are claimed, by a live process or by this one.
         """
-        claimed = os.open(self._path(self.rank, "claim", "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = self._path(self.rank, "claim", "lock")
+        expected = "a run id of one's own on this machine"
+        if (self._process, path) in claimed:
+            cure = "this process has another Checkpointer of that run: close() it first, or choose another id"
+            raise RunInUseError.of(expected, self.run, cure)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.lockf(claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(claimed)
+            os.close(lock)
             raise RunInUseError.of(
-                "a run id of one's own on this machine",
+                expected,
                 self.run,
                 f"another process keeps rank {self.rank}'s snapshots in {self.folder}: choose another id, or end it; "
-                "load_weights reads beside it",
+                "if it is a rank of this job, call init_process_group before; load_weights reads beside it",
             ) from None
-        self._claimed = claimed
+        self._claimed = lock
+        claimed.add((self._process, path))
+        (self.folder / ABOUT).write_text(about)
 
     def _path(self, rank: int, location: str, kind: str) -> Path:
         return self.folder / f"rank-{rank}.{location}.{kind}"
@@ -246,9 +265,9 @@ class SharedMemoryTier(Tier):
     # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @override
-    def held(self) -> Mapping[str, Commit]:
+    def held(self, known: Mapping[str, Commit] | None = None) -> Mapping[str, Commit]:
         damaged: list[str] = []
-        found = own_records(self.folder, damaged)
+        found = own_records(self.folder, self.run, damaged)
         self.damaged = damaged
         return found
 
@@ -326,19 +345,25 @@ class SharedMemoryTier(Tier):
         if self._claimed is not None:
             os.close(self._claimed)
             self._claimed = None
+            claimed.discard((self._process, self._path(self.rank, "claim", "lock")))
 
     def vacate(self) -> None:
         """Removes this rank's files, and the folder with the last rank's: there is no snapshot in it."""
         self.close()
         for path in self.folder.glob(f"*rank-{self.rank}.*"):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it is not empty yet, or it is gone
-            self.folder.rmdir()
+        if not any(self.folder.glob("rank-*")):
+            (self.folder / ABOUT).unlink(missing_ok=True)
+            remove_folder(self.folder, is_empty=True)
 
     def remove(self) -> None:
         """Removes all of the run's buffers on this machine."""
         self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
+
+    def note_elsewhere(self, sequence: int) -> None:
+        """Notes that another tier has the snapshot of a save as well, so that this copy may go."""
+        (self.folder / f"rank-{self.rank}.elsewhere").write_text(str(sequence))
 
 
 HUGE_BYTES: Final = 2 * 2**20

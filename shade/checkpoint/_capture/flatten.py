@@ -4,8 +4,9 @@ The *skeleton* is JSON: what JSON has stands for itself; all else is an object w
 docs/format.md §6 lists the kinds. Tensors, arrays and long lists of plain numbers are taken out and named by their
 path, ``optimizer/state/0/exp_avg``; nothing is copied. Two tensors that share memory are one tensor with one name.
 
-A closed list of types goes in, and nothing else comes out: no pickle, no class looked up by a name from a file. What
-comes back differs only in that tensors are contiguous, on the CPU, without gradient, and that a list held twice is two.
+A closed list of types goes in, and nothing else comes out: no pickle, nothing imported by a name from a file. A tensor
+subclass that says what tensors it is made of goes in as these, and comes out where the process has loaded its class.
+What comes back differs only in that tensors are dense, on the CPU, without gradient, and that a list held twice is two.
 
 Invariants: ``unflatten(*flatten(state))`` equals the state: types, order of keys, every bit of every number;
 `unflatten` returns, or it raises `CorruptCheckpointError`, whatever a file holds.
@@ -24,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from shade.errors import ConfigError, CorruptCheckpointError
+from shade.errors import ConfigError, CorruptCheckpointError, StateMismatchError
 
 SPELLINGS: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -87,6 +88,7 @@ def flatten(
     is_own: Callable[[str], bool] | None = None,
     tied: dict[str, torch.Tensor] | None = None,
     escapes: bool = True,
+    is_plain: bool = False,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Flattens a state tree.
 
@@ -97,6 +99,7 @@ def flatten(
         is_own: Whether the tensor at a path is this rank's own and not the same on every rank; by default none is.
         tied: Receives the tensors that are entered under another name already, by the name that they would have alone.
         escapes: Whether names keep to what a snapshot may have: see `escape`.
+        is_plain: Whether each tensor is one of bytes alone: in no order of dimensions, and made of no others.
 
     Returns:
         The skeleton, ready for JSON, and the tensors by name: references, of types that `SPELLINGS` has.
@@ -104,7 +107,7 @@ def flatten(
     Raises:
         ConfigError: A part of it is of another type, or contains itself; the message names its path.
     """
-    flattener = _Flattener(rank, is_own, escapes=escapes)
+    flattener = _Flattener(rank, is_own, escapes=escapes, is_plain=is_plain)
     skeleton = flattener.flatten(state, "", 0)
     if tied is not None:
         tied.update({name: tensor for name, tensor in flattener.tied.items() if name not in flattener.tensors})
@@ -121,10 +124,10 @@ def escape(key: str) -> str:
 class _Flattener:
     """One pass over a state; see `flatten`."""
 
-    def __init__(self, rank: int, is_own: Callable[[str], bool] | None, *, escapes: bool) -> None:
+    def __init__(self, rank: int, is_own: Callable[[str], bool] | None, *, escapes: bool, is_plain: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.tied: dict[str, torch.Tensor] = {}
-        self._rank, self._is_own = rank, is_own
+        self._rank, self._is_own, self._is_plain = rank, is_own, is_plain
         self._name = _segment if escapes else _encodable
         self._names: dict[tuple[Any, ...], str] = {}
         self._open: set[int] = set()
@@ -152,7 +155,9 @@ class _Flattener:
         leaf = self._leaves.get(kind)
         if leaf is not None:
             return leaf(value, path)
-        container = self._containers.get(kind)
+        # A nested tensor's shape is none of numbers.
+        is_wrapper = _is_wrapper(kind) and not (self._is_plain or value.is_nested)
+        container = self._wrapper if is_wrapper else self._containers.get(kind)
         if container is None:
             return _scalar(value, path)
         if id(value) in self._open:
@@ -216,15 +221,30 @@ class _Flattener:
         except OverflowError:  # an int beyond 64 bits
             return None
 
+    def _wrapper(self, value: Any, path: str, depth: int) -> Any:
+        """Returns the parts that a tensor subclass is made of, its class, and what it needs beside them."""
+        kind = type(value)
+        if _wrapper_class(kind.__module__, kind.__qualname__) is not kind:
+            raise ConfigError.of(f"the class of {path!r} to be known by its name", kind, "define it once, by that name")
+        names, context = value.__tensor_flatten__()
+        parts = [self.flatten(getattr(value, name), f"{path}/%{self._name(name)}", depth) for name in names]
+        others = [names, parts, self.flatten(context, f"{path}/%context", depth)]
+        return {"wrapper": [kind.__module__, kind.__qualname__, *others, list(value.shape), list(value.stride())]}
+
     # ── leaves ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        order = None if self._is_plain else _order(value)
+        node = self._dense(value, path)
+        return node if order is None else {"ordered": [order, node]}
+
+    def _dense(self, value: torch.Tensor, path: str) -> Any:
         if value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_nested:
             kind = "quantized" if value.is_quantized else "nested" if value.is_nested else value.layout
             cure = "save its dense form (to_dense(), dequantize()), and materialise meta tensors"
             raise ConfigError.of(f"a dense tensor with data at {path!r}", f"{kind} on {value.device}", cure)
-        if value.is_conj() or value.is_neg():
-            value = value.resolve_conj().resolve_neg()
+        if value.is_conj() or value.is_neg() or value._is_zerotensor():  # whose memory does not say what they are
+            value = value.resolve_conj().resolve_neg().clone()
         dtype = value.dtype
         if dtype in SPELLINGS:
             return {"tensor": self._put(value, path)}
@@ -263,6 +283,33 @@ class _Flattener:
 
     def _bytes(self, value: bytes | bytearray, path: str) -> Any:
         return value.hex() if len(value) < INLINE else {"tensor": self._put(_raw(value), path)}
+
+
+def _order(tensor: torch.Tensor) -> list[int] | None:
+    """Returns a tensor's dimensions from the widest step in memory to the narrowest; None if they ascend."""
+    # A product of the same matrix laid out otherwise may differ in its last bits.
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous() or 0 in tensor.stride():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda number: -strides[number])
+    return None if order == sorted(order) else order
+
+
+def _is_wrapper(kind: type) -> bool:
+    """Whether a class is a tensor that is made of tensors; DTensors and their like are parts of something larger."""
+    is_tensor = issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")
+    return is_tensor and not kind.__module__.startswith("torch.distributed")
+
+
+def _wrapper_class(module: Any, name: Any) -> type[Any] | None:
+    """Returns the class of that name among the tensor classes that this process has loaded."""
+    left: list[type[Any]] = [torch.Tensor]
+    while left:
+        kind = left.pop()
+        if (kind.__module__, kind.__qualname__) == (module, name) and _is_wrapper(kind):
+            return kind
+        left.extend(kind.__subclasses__())
+    return None
 
 
 def _raw(content: bytes | bytearray) -> torch.Tensor:
@@ -326,7 +373,7 @@ def _unknown(value: Any, path: str) -> ConfigError:
         cure = (
             "save sharded state through torch.distributed.checkpoint with shade.checkpoint.dcp"
             if sharded
-            else "save tensor.as_subclass(torch.Tensor), or the plain tensors that it is made of"
+            else "save plain tensors that it can be made of again"
         )
         return ConfigError(f"expected a plain tensor at {path!r}, got {got}; {cure}")
     return ConfigError(f"expected dicts, lists, numbers, strings, arrays or tensors at {path!r}, got {got}; {_CURE}")
@@ -334,7 +381,7 @@ def _unknown(value: Any, path: str) -> ConfigError:
 
 def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Returns the state of a skeleton that `flatten` returned, perhaps through JSON. The state refers to the tensors,
-    contiguous and on the CPU, and copies none; those that the skeleton does not name are ignored. Raises
+    dense and on the CPU, and copies few; those that the skeleton does not name are ignored. Raises
     `CorruptCheckpointError` if it is no skeleton, or names a tensor that is missing or of another kind."""
     try:
         return _Unflattener(tensors).unflatten(skeleton, 0)
@@ -349,6 +396,7 @@ class _Unflattener:
         self._tensors = tensors
         self._listed: set[str] = set()
         self._viewed: dict[tuple[str, str], torch.Tensor] = {}
+        self._ordered: dict[str, torch.Tensor] = {}
 
     def unflatten(self, node: Any, depth: int) -> Any:
         kind = type(node)
@@ -420,6 +468,36 @@ class _Unflattener:
             # PyTorch writes a complex128 with instructions that need 16 bytes of alignment, and the process dies.
             self._viewed[spelling, name] = seen.clone() if seen.data_ptr() % seen.itemsize else seen
         return self._viewed[spelling, name]
+
+    def ordered(self, content: Any, depth: int) -> torch.Tensor:
+        order, node = _list(content, 2)
+        key = repr(content)
+        if key not in self._ordered:
+            tensor = self.tensor(node, depth)
+            _expect(order, sorted(_sizes(order)) == list(range(tensor.dim())), f"an order of {tensor.dim()} dimensions")
+            made = torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype)
+            self._ordered[key] = made.copy_(tensor)
+        return self._ordered[key]
+
+    def wrapper(self, content: Any, depth: int) -> Any:
+        module, name, names, nodes, context, shape, strides = _list(content, 7)
+        _expect([module, name], type(module) is type(name) is str, "a module and a class")
+        kind = _wrapper_class(module, name)
+        if kind is None:
+            raise StateMismatchError.of(
+                f"the class {name} of {module}, which was saved", None, f"import {module} first"
+            )
+        parts = dict(zip(_list(names), [self.tensor(each, depth) for each in _list(nodes)], strict=True))
+        outer = torch.Size(_sizes(shape)), tuple(_sizes(strides))
+        try:
+            return kind.__tensor_unflatten__(parts, self.unflatten(context, depth), *outer)
+        except Exception as error:
+            raise CorruptCheckpointError(f"expected a tensor that {name} takes, got one that fails: {error}") from error
+
+    def tensor(self, node: Any, depth: int) -> torch.Tensor:
+        made: torch.Tensor = self.unflatten(node, depth)
+        _expect(made, isinstance(made, torch.Tensor), "a tensor")
+        return made
 
     def array(self, content: Any, depth: int) -> np.ndarray[Any, Any]:
         made: np.ndarray[Any, Any] = self.named(content).numpy()
@@ -506,6 +584,8 @@ _MAKERS: Final[dict[str, Callable[[_Unflattener, Any, int], Any]]] = {
     "numbers": lambda unflattener, content, depth: unflattener.items({"numbers": content}, depth),
     "tensor": lambda unflattener, content, depth: unflattener.named(content),
     "viewed": _Unflattener.viewed,
+    "ordered": _Unflattener.ordered,
+    "wrapper": _Unflattener.wrapper,
     "array": _Unflattener.array,
     "raw_array": _Unflattener.raw_array,
     "scalar": lambda unflattener, content, depth: _scalar_of(content),
@@ -547,6 +627,14 @@ def tensors_in(tree: Any) -> set[str]:
         elif isinstance(node, dict):
             left.extend(node.values())
     return found
+
+
+def viewed_in(tree: Any) -> list[tuple[str, str]]:
+    """Returns type and name of each tensor in a tree that is stored as another type."""
+    if isinstance(tree, dict) and tree.keys() == {"viewed"}:
+        return [tuple(tree["viewed"])]
+    nodes = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [each for node in nodes for each in viewed_in(node)]
 
 
 def own_name(name: str, rank: int) -> str:

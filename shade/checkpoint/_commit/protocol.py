@@ -202,7 +202,12 @@ def check_base(tier: Tier, record: Commit) -> None:
         )
 
 
-def retire(tier: Tier, keep: Keep, pending: Callable[[], Iterable[Commit]] = tuple) -> None:
+def retire(
+    tier: Tier,
+    keep: Keep,
+    pending: Callable[[], Iterable[Commit]] = tuple,
+    known: dict[str, Commit] | None = None,
+) -> None:
     """Removes from a tier the snapshots that no rule keeps.
 
     Args:
@@ -210,11 +215,18 @@ def retire(tier: Tier, keep: Keep, pending: Callable[[], Iterable[Commit]] = tup
         keep: The rules.
         pending: Returns the snapshots that may still be moved here: their bases stay too. A StoreError of it counts as
             a record that cannot be read.
+        known: What the last call found, for a caller that alone writes to the tier; brought up to date.
 
     Raises:
         StorageError: The tier failed; what is left is removed next time.
     """
-    places = {record.digest: (place, record) for place, record in tier.held().items()}
+    if keep.all:
+        return
+    held = tier.held() if known is None else tier.held(known)
+    if known is not None:
+        known.clear()
+        known.update(held)
+    places = {record.digest: (place, record) for place, record in held.items()}
     records = [record for _, record in places.values()]
     unreadable, others = [*tier.damaged], list[Commit]()
     if any(record.version > 1 for record in records):
@@ -228,7 +240,10 @@ def retire(tier: Tier, keep: Keep, pending: Callable[[], Iterable[Commit]] = tup
         if unreadable and record.version > 1:
             stay += 1
         else:
-            tier.discard(places[record.digest][0])
+            place, _ = places[record.digest]
+            if known is not None:
+                del known[place]
+            tier.discard(place)
     if stay:
         logger.warning(
             "%d old snapshots stay in %s: what cannot be read may build on them: %s; if that lasts, see "

@@ -233,6 +233,7 @@ class Flusher:
                     logger.error("%s step %d is given up: damaged in every copy in memory", record.run, record.step)
                     self.memory.mark_clean(location, record.step)
                     continue
+                self.memory.note_damage(location)
                 self._damaged.add(record.digest)
                 lost = error
                 continue

@@ -35,7 +35,7 @@ from shade.checkpoint._format.digest import (
     expect,
     parse_json,
 )
-from shade.errors import CorruptCheckpointError, StateMismatchError
+from shade.errors import CorruptCheckpointError, NewerSnapshotError, StateMismatchError
 from shade.types import Bytes
 
 FORMAT: Final = "shade-checkpoint"
@@ -368,9 +368,13 @@ def _parse(content: Bytes, kind: type, *others: str) -> dict[str, Any]:
     fields = as_object(parse_json(content), "JSON")
     name, version = fields.pop("format", None), fields.get("version")
     if name != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
-        raise CorruptCheckpointError(
-            f"expected {FORMAT} version 1 to {VERSION}, got {(name, version)!r}; use the shade that wrote it"
-        )
+        said = f"expected {FORMAT} version 1 to {VERSION}, got {(name, version)!r}; use the shade that wrote it"
+        is_newer = name == FORMAT and type(version) is int and version > VERSION
+        # Only what is as it was written: a damaged record is no reason to stop.
+        body = {"format": name, **{key: value for key, value in fields.items() if key != "digest"}}
+        if is_newer and fields.get("digest") == digest_of(canonical(body)):
+            raise NewerSnapshotError(said)
+        raise CorruptCheckpointError(said)
     expected = {each.name for each in dataclass_fields(kind)} | set(others)
     expected -= _VERSION_2_FIELDS[kind] if version == 1 else set()
     if fields.keys() != expected:

@@ -57,6 +57,8 @@ class Keep:
         three largest) or ``all``. Raises `ConfigError` if the text is no such rule; the message shows one."""
         last, every, best, everything = 1, 0, [], False
         given: list[str] = []
+        if not isinstance(text, str):
+            raise ConfigError.of(_RULES, text, f"write it in quotes, as in {DEFAULT!r}")
         for rule in map(str.strip, text.split(",")):
             name, _, value = rule.partition("=")
             given.append(name)

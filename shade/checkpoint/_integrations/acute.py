@@ -156,7 +156,6 @@ class TrainNode:
         # One refused save must not end the training: later ones copy everything at once.
         except TornSnapshotError as error:
             logger.error("%s; from now on save() waits for the whole copy", error)
-            self.checkpointer.state_dict_state.copies_at_once = True
 
     waiting_for_copying = wait_copy_complete
     """The original's other name for it."""

@@ -104,7 +104,7 @@ class PackedState:
     def __init__(
         self, identity: Identity, content: Mapping[str, Any], codec: str, buffer: Callable[[int], torch.Tensor]
     ) -> None:
-        tree, tensors = flatten({KIND: VERSION, **content})
+        tree, tensors = flatten({KIND: VERSION, **content}, is_plain=True)
         layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
         self._live = {name: (tensor, tensor._version, tensor.data_ptr()) for name, tensor in tensors.items()}
         self._memory = _Memory(layout.entries, tensors)

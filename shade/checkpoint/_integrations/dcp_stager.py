@@ -164,7 +164,7 @@ class ShadeStager(AsyncStager):
 
         def enter(path: str, tensor: torch.Tensor) -> None:
             local = _local(tensor, path)
-            if local.dtype in SPELLINGS:
+            if local.dtype in SPELLINGS and not _is_lazy(local):
                 # Tied weights are one memory under two paths: it is copied once.
                 live[names.setdefault(_memory_of(local), f"{escape(path)}[")] = local
 
@@ -177,7 +177,7 @@ class ShadeStager(AsyncStager):
             local = _local(tensor, path)
             name = names.get(_memory_of(local))
             entry = layout.entries[name] if name else None
-            data = (entry.start, entry.stop) if entry else local.cpu().clone()
+            data = (entry.start, entry.stop) if entry else local.resolve_conj().resolve_neg().cpu().clone()
             spec = tensor._spec if isinstance(tensor, DTensor) else None
             return _Piece(data, local.dtype, local.shape, spec, {} if spec else dict(vars(tensor)))
 
@@ -229,7 +229,13 @@ class ShadeStager(AsyncStager):
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns a key that is equal for tensors that are the same view of the same memory."""
-    return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+    address = tensor.data_ptr() or id(tensor)
+    return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device, _is_lazy(tensor)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory does not say what it is: its conjugate or its negative is meant, or zeros."""
+    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
 
 
 def _local(tensor: torch.Tensor, path: str) -> torch.Tensor:

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shade.checkpoint._capture.flatten import ARRAYS, flatten, unflatten
+from shade.checkpoint._capture.flatten import ARRAYS, VIEWED, flatten, unflatten, viewed_in
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest
@@ -78,6 +78,12 @@ TREE: Final = "shade.tree"
 MAX_FILE_BYTES: Final = 5 * 10**9
 """A larger state is split into files, as HuggingFace does."""
 _INDEX: Final = "model.safetensors.index.json"
+_NATIVE: Final[Mapping[str, str]] = {
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+"""Types that a snapshot stores as bytes, and a safetensors file by their names: others would read codes as numbers."""
 _ALIGNMENT: Final = 8
 
 
@@ -92,16 +98,17 @@ def save_safetensors(state: Any, path: Path, max_file_bytes: int = MAX_FILE_BYTE
     tied: dict[str, torch.Tensor] = {}
     tree, tensors = flatten(state, tied=tied, escapes=False)
     tensors |= tied
+    native = {tensors[name].data_ptr(): _NATIVE[kind] for kind, name in viewed_in(tree) if kind in _NATIVE}
     metadata = {"format": "pt", TREE: json.dumps(tree, separators=(",", ":"), ensure_ascii=False)}
     files = _split(tensors, max_file_bytes)
     if len(files) <= 1:
-        _write(path, tensors, metadata)
+        _write(path, tensors, metadata, native)
         return
     path.mkdir()
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
-        _write(path / file, {name: tensors[name] for name in names}, {"format": "pt"})
+        _write(path / file, {name: tensors[name] for name in names}, {"format": "pt"}, native)
         weight_map |= dict.fromkeys(names, file)
     total_bytes = sum(TensorSpec.of(tensor).num_bytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total_bytes, TREE: metadata[TREE]}, "weight_map": weight_map}
@@ -131,7 +138,10 @@ def load_safetensors(path: Path) -> Any:
 
 
 def _state(tree: str | None, tensors: dict[str, torch.Tensor]) -> Any:
-    return tensors if tree is None else unflatten(json.loads(tree), tensors)
+    if tree is None:
+        return tensors
+    plain = {name: each.view(VIEWED.get(each.dtype, each.dtype)) for name, each in tensors.items()}
+    return unflatten(json.loads(tree), plain)
 
 
 def _split(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> list[list[str]]:
@@ -148,7 +158,10 @@ def _split(tensors: Mapping[str, torch.Tensor], max_file_bytes: int) -> list[lis
     return files
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+def _write(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], native: Mapping[int, str]
+) -> None:
+    """Writes a file; ``native`` are the types, by address, of tensors whose bytes are given."""
     # By number: a name may be any text, and one with an @ would be a rank's own.
     names = sorted(tensors)
     specs = {f"{number:09}": TensorSpec.of(tensors[name]) for number, name in enumerate(names)}
@@ -156,7 +169,8 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[st
     entries = {names[int(number)]: entry for number, entry in laid_out}
     header: dict[str, Any] = {"__metadata__": metadata}
     for name, entry in entries.items():
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.start, entry.stop]}
+        dtype = native.get(tensors[name].data_ptr(), entry.dtype) if entry.dtype == "U8" else entry.dtype
+        header[name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": [entry.start, entry.stop]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
@@ -182,6 +196,8 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise CorruptCheckpointError(f"{path} is not a sound safetensors file: {error}") from error
 
 
+STAND_IN: Final = "%deepspeed"
+"""Key of a dict that stands for an object of DeepSpeed's, whose fields or whose value are beside it."""
 _OURS: Final = "shade"
 _TREE: Final = "shade.tree"
 _KNOWN: Final[dict[tuple[str, str], Any]] = {
@@ -431,8 +447,8 @@ def plain(state: Any) -> Any:
 
     Returns:
         Arrays as tensors (of strings: lists), array scalars as numbers, dates as text, deques as lists, frozensets as
-        sets, defaultdicts as dicts; all else unchanged. A tensor that is a part of a larger storage is copied, because
-        `torch.save` would write all of that; tensors that were one object stay one.
+        sets, defaultdicts as dicts, DeepSpeed's enums as their values; all else unchanged. A tensor that is a part of a
+        larger storage is copied, because `torch.save` would write all of that; tensors that were one object stay one.
     """
     return _plain(state, {})
 
@@ -440,6 +456,8 @@ def plain(state: Any) -> Any:
 def _plain(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
     kind = type(state)
     if isinstance(state, torch.Tensor):
+        if kind is not torch.Tensor:
+            raise ConfigError.of("plain tensors for this format", kind.__qualname__, "export as safetensors")
         if state.untyped_storage().nbytes() == state.numel() * state.itemsize:
             return state
         same = (state.data_ptr(), state.dtype, state.shape, state.stride())
@@ -447,6 +465,8 @@ def _plain(state: Any, copies: dict[Any, torch.Tensor]) -> Any:
             copies[same] = state.detach().clone()
         return copies[same]
     if isinstance(state, Mapping):
+        if STAND_IN in state and not isinstance(state.get("fields"), Mapping):
+            return _plain(state.get("fields"), copies)
         made: dict[Any, Any] = kind() if kind in (OrderedDict, Counter) else {}
         for key, value in state.items():
             made[_plain(key, copies)] = _plain(value, copies)

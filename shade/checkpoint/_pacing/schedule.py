@@ -2,7 +2,8 @@
 
 Ranks must save at the same step, and their clocks differ. So every measured time becomes a number of steps: at each
 save all ranks take rank 0's pace, which came to them with an earlier save, and count on from there. Until the pace is
-known, saves are `WARM_UP_STEPS` apart.
+known, saves are `WARM_UP_STEPS` apart. Where a time was given and is over before these steps are done, since steps have
+become slower, rank 0 announces an earlier step.
 
 *Profiled* is what CheckFreq (FAST 2021, §4) and PCcheck (ASPLOS 2025, §4) do: the next save begins when its buffer is
 free, k = max(⌈(T − o) / (N·q·t)⌉, 1) steps after the last, for a save of T seconds of which training waits o, steps of
@@ -19,18 +20,22 @@ off. `benchmarks/planning/goodput.py` computes G, and a replay of traces drawn f
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol
 
 from shade.errors import ConfigError
 
 WARM_UP_STEPS: Final = 10
 """Steps between saves until the pace is known, where the interval depends on it."""
+DRIFT_STEPS: Final = 8
+"""Upper bound of the steps by which the training threads of ranks drift apart."""
 _SPEC: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(|steps?|s|m|h|%)\s*")
 _PROFILED: Final = re.compile(r"\s*profiled(?:\s+([0-9]+(?:\.[0-9]+)?)\s*%)?\s*")
 _BEST: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*mtbf\s*([0-9]+(?:\.[0-9]+)?)\s*([smh])\s*")
@@ -56,6 +61,18 @@ class Pace:
     """The part of it that the training thread waited."""
 
 
+class Board(Protocol):
+    """Where ranks write for each other, without waiting for each other."""
+
+    def write(self, name: str, content: Any) -> None:
+        """Writes a value."""
+        ...
+
+    def read(self, name: str) -> Any:
+        """Returns the value of a name; None if it was not written."""
+        ...
+
+
 _Interval = Callable[[Pace], float]
 """Returns the steps between two saves at that pace; NaN while the pace does not say."""
 
@@ -68,13 +85,25 @@ class Schedule:
             ``"profiled"``: as soon as a save finds room; ``"profiled 5%"``: and for at most 5% of the time;
             ``"2% mtbf 6h"``: what is best if something fails every six hours, and at most 2% of the time.
         in_flight: Saves that may be in flight at once.
+        board: Where rank 0 announces a step; None: this rank saves alone.
+        rank: This rank.
+        clock: Clock for the time since the last save.
 
     Raises:
         ConfigError: It is none of these.
     """
 
-    def __init__(self, every: str | int, in_flight: int = 1) -> None:
+    def __init__(
+        self,
+        every: str | int,
+        in_flight: int = 1,
+        board: Board | None = None,
+        rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._never = every == "never"
+        self._seconds, self._board, self._rank, self._clock = _seconds_of(str(every)), board, rank, clock
+        self._saved_at, self._num_saves, self._has_announced = clock(), 0, False
         interval = _interval(str(every), in_flight)
         if interval is None and not self._never:
             cure = "use 50, '30s', '5m', '2%' or 'never'; 'profiled': as often as saves fit; '2% mtbf 6h': as is best"
@@ -86,13 +115,35 @@ class Schedule:
         """Whether a save is due after this step."""
         return not self._never and step >= self._next
 
+    def look(self, step: int) -> None:
+        """Looks at the clock after a step, on every rank: a save that is late comes earlier than planned."""
+        if self._seconds is None or self._has_announced or self._clock() - self._saved_at < self._seconds:
+            return
+        target: int | None = step
+        if self._board is not None:
+            name, target = f"save-{self._num_saves}", None
+            with contextlib.suppress(RuntimeError):  # the process that holds the board has ended
+                if self._rank == 0:
+                    self._board.write(name, step + DRIFT_STEPS)
+                target = self._board.read(name)
+        if target is not None:
+            self._next, self._has_announced = min(self._next, target), True
+
     def saved(self, step: int, pace: Pace) -> None:
         """Counts on from a save of that step, at a pace that is the same on every rank."""
         self._next = step + self._steps(pace)
+        self._saved_at, self._has_announced = self._clock(), False
+        self._num_saves += 1
 
     def _steps(self, pace: Pace) -> int:
         steps = self._interval(pace)
         return WARM_UP_STEPS if math.isnan(steps) else max(1, math.ceil(steps))
+
+
+def _seconds_of(every: str) -> float | None:
+    """Returns the seconds of a specification that is a time; None for any other."""
+    match = _SPEC.fullmatch(every)
+    return float(match[1]) * _SECONDS[match[2]] if match is not None and match[2] in _SECONDS else None
 
 
 def _interval(every: str, in_flight: int) -> _Interval | None:
@@ -108,9 +159,8 @@ def _interval(every: str, in_flight: int) -> _Interval | None:
     match = _SPEC.fullmatch(every)
     if match is None or float(match[1]) == 0:
         return None
-    amount, unit = float(match[1]), match[2]
-    if unit in _SECONDS:
-        seconds = amount * _SECONDS[unit]
+    amount, unit, seconds = float(match[1]), match[2], _seconds_of(every)
+    if seconds is not None:
         return lambda pace: float(round(seconds / pace.step_seconds)) if pace.step_seconds > 0 else math.nan
     if unit == "%":
         return _share_of_time(amount / 100)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -30,18 +31,25 @@ from shade.checkpoint._preemption.notice import NoticeSource, PreemptionNotice
 from shade.checkpoint._preemption.recovery_estimate import LossTracker
 from shade.checkpoint._save.async_writer import SaveHandle
 from shade.errors import ShadeError
+from shade.process import start_of, this_machine
 
 EXIT_CODE: Final = 143
 """The exit code of a process that SIGTERM has ended, in a shell."""
 POLL_SECONDS: Final = 0.1
 """Time between two looks at sources and store: a notice to one rank needs so long to reach the others."""
 _AGREE_POLL_SECONDS: Final = 0.01
+_ANSWER_SECONDS: Final = 5.0
+"""Time after which a rank whose thread does not answer counts as lost: answers take a tenth of a second."""
 _DURABLE_POLL_SECONDS: Final = 0.05
+_STEPS_FOR_OTHERS: Final = 2
+"""Steps within which another Checkpointer of this process, stepped as often, reaches its target."""
 _RESERVE_FRACTION: Final = 0.05
 _RESERVE_SECONDS: Final = 0.5
 """Time kept back for the exit: a fraction of the time left, but at most this long."""
 
 logger = logging.getLogger("shade.checkpoint")
+_watching: list[Deadline] = []
+"""Those of this process, until they are closed."""
 
 
 class Saving(Protocol):
@@ -89,6 +97,26 @@ class DeadlineStore:
     def write_own(self, content: Any) -> None:
         """Writes this rank's value."""
         self.write(f"rank-{self.rank}", content)
+
+    def write_process(self) -> None:
+        """Writes which process this rank is, so that others see when it is gone."""
+        self.write(f"process-{self.rank}", [this_machine(), os.getpid(), start_of(os.getpid())])
+
+    def has_lost(self, seconds: float) -> bool:
+        """Returns whether a rank is gone: its process on this machine, or it has not answered for so many seconds. The
+        first rank that finds so tells the others."""
+        ranks = range(self._world_size)
+        is_silent = seconds > _ANSWER_SECONDS and not self._store.check([f"rank-{rank}" for rank in ranks])
+        if self.read("lost") or is_silent or any(self._is_dead(self.read(f"process-{rank}")) for rank in ranks):
+            self.write("lost", True)
+            return True
+        return False
+
+    @staticmethod
+    def _is_dead(process: Sequence[Any] | None) -> bool:
+        if process is None or not process[0] or process[0] != this_machine():
+            return False
+        return bool(start_of(process[1]) != process[2])
 
     def read_all(self, name: str = "rank") -> list[Any] | None:
         """Returns each rank's value; None while one is missing."""
@@ -153,6 +181,9 @@ class Deadline:
         """Whether the training waits between two steps for the target."""
         self._step_seconds, self._last_step = 0.0, 0.0
         self._done = False
+        self._num_after = 0
+        """Steps after the last save, while other Checkpointers of this process save theirs."""
+        _watching.append(self)
         self._thread = threading.Thread(target=self._serve, name="shade-notice", daemon=True)
         self._thread.start()
 
@@ -165,6 +196,7 @@ class Deadline:
 
     def _serve(self) -> None:
         try:
+            self._store.write_process()
             while not self._closed:
                 self._look()
                 if self._notice is not None:
@@ -202,8 +234,10 @@ class Deadline:
         return next(filter(None, (source.look() for source in self._sources)), None)
 
     def _agree(self, notice: PreemptionNotice) -> None:
-        """Agrees on the step after which all ranks save: rank 0 decides, the others read it."""
-        while not self._closed and notice.seconds_left > 0:
+        """Agrees on the step after which all ranks save: rank 0 decides, the others read it. Where one is lost, none
+        does: no step can be saved."""
+        begun = time.monotonic()
+        while not self._closed and notice.seconds_left > 0 and not self._store.has_lost(time.monotonic() - begun):
             if self._store.rank == 0 and (steps := self._store.read_all()) is not None:
                 # A rank that waits for the target waits for the other ranks' threads only, never for their training,
                 # which may be in a collective that waits for this very rank.
@@ -246,6 +280,7 @@ class Deadline:
         now = time.monotonic()
         self._step_seconds, self._last_step = (now - self._last_step if self._last_step else 0.0), now
         if self._done:
+            self._exit()
             return False
         notice = self._notice or self._notice_here()
         with self._lock:
@@ -262,9 +297,17 @@ class Deadline:
         self._acting.set()
         before = self._saving.latest
         self._rescue(notice, self._decision, before)
-        if self._exit_code is not None:
-            raise SystemExit(self._exit_code)
+        self._exit()
         return self._saving.latest is not before
+
+    def _exit(self) -> None:
+        """Raises SystemExit once every Checkpointer of this process that watches has saved."""
+        # One that is stepped less often than this one, or not at all, is not waited for.
+        others = [each for each in _watching if each._store.rank == self._store.rank]
+        is_waiting = not all(each._done for each in others) and self._num_after < _STEPS_FOR_OTHERS
+        self._num_after += 1
+        if self._exit_code is not None and not is_waiting:
+            raise SystemExit(self._exit_code)
 
     def at_failure(self, *, is_between_steps: bool) -> None:
         """Saves the last step, where training failed after a notice, since a worker or a peer was ended by it as well.
@@ -285,7 +328,10 @@ class Deadline:
         until = notice.deadline - _reserve(notice.seconds_left)
         try:
             self._store.write(f"failed-{self._store.rank}", step)
+            begun = time.monotonic()
             while (steps := self._store.read_all("failed")) is None and _left(until) > 0:
+                if self._store.has_lost(time.monotonic() - begun):
+                    break
                 time.sleep(_AGREE_POLL_SECONDS)
         except RuntimeError as error:  # the process that holds the store is gone
             logger.debug("no answers from other ranks: %s", error)
@@ -358,6 +404,8 @@ class Deadline:
     def close(self) -> None:
         """Ends the watching. Safe to call twice."""
         self._closed = True
+        if self in _watching:
+            _watching.remove(self)
         self._wake.set()
         self._acting.set()
         self._thread.join()

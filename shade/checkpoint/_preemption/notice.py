@@ -3,8 +3,9 @@
 A source gives at most one notice, with its deadline. A failing source gives none, and does not stop a training.
 
 ====================  ================================================================================================
-``SIGTERM``           grace seconds from the signal on; ``torchrun`` and most schedulers give 30 before they kill
-a path                exists: its content is a number of seconds, a time (ISO 8601), JSON with either; else the grace
+a signal's name       grace seconds from the signal on. Most schedulers give 30 after ``SIGTERM``; Slurm sends
+                      ``SIGUSR1`` 60 seconds before the end if ``--signal=USR1@60`` asks for it
+a path                appears: its content is a number of seconds, a time (ISO 8601), JSON with either; else the grace
 ``http://…``          200 with the same, ``TRUE`` or ``FALSE``; 404: nothing yet. Knows the token that AWS asks for
 ====================  ================================================================================================
 
@@ -43,6 +44,8 @@ _HTTP_TIMEOUT_SECONDS: Final = 2.0
 _SAME_SIGNAL_SECONDS: Final = 1.0
 """Time within which one sender's signals reach a process and its workers, in any order."""
 _SPARED, _OVER = 1, 2
+_SIGNALS: Final = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP", "SIGXCPU")
+"""Signals that schedulers and users end a process with, or announce that they will."""
 _MOST_BYTES: Final = 4096
 _HEADERS: Final = {"Metadata-Flavor": "Google"}
 """Header without which Google's server does not answer; other servers ignore it."""
@@ -105,7 +108,7 @@ def seconds_in(text: str, grace_seconds: float) -> float | None:
 
 
 class SignalNotice(NoticeSource):
-    """SIGTERM as a notice. It may come twice, from a scheduler and from a launcher: the second changes nothing.
+    """A signal as a notice. It may come twice, from a scheduler and from a launcher: the second changes nothing.
 
     Made in the main thread, as Python requires. Forked children still end by the signal, and after the deadline so does
     this process. Most senders signal the whole process group; workers that a DataLoader forks from now on survive it
@@ -114,18 +117,19 @@ class SignalNotice(NoticeSource):
 
     Args:
         grace_seconds: Time from the signal until the sender kills this process.
+        number: The signal.
 
     Raises:
         ConfigError: Not in the main thread.
     """
 
-    def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        self._grace_seconds = grace_seconds
+    def __init__(self, grace_seconds: float = GRACE_SECONDS, number: signal.Signals = signal.SIGTERM) -> None:
+        self._grace_seconds, self._number = grace_seconds, number
         self._notice: PreemptionNotice | None = None
         self._process_id = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             name, cure = threading.current_thread().name, "call it there, or watch a file or an http:// address"
-            raise ConfigError.of("SIGTERM to be watched from the main thread", name, cure)
+            raise ConfigError.of(f"{number.name} to be watched from the main thread", name, cure)
         self._spares_workers = mmap.mmap(-1, 1)  # shared with forked processes
         self._set_up_worker, self._raise_if_worker_died = (
             _signals._set_worker_signal_handlers,
@@ -133,7 +137,7 @@ class SignalNotice(NoticeSource):
         )
         _signals._set_worker_signal_handlers = self._in_new_worker
         _signals._error_if_any_worker_fails = self._when_child_died
-        self._before: Any = signal.signal(signal.SIGTERM, self._received)
+        self._before: Any = signal.signal(number, self._received)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         late = self._notice is not None and self._notice.seconds_left < 0
@@ -142,11 +146,14 @@ class SignalNotice(NoticeSource):
             os.kill(os.getpid(), number)
         elif self._notice is None:
             self._spares_workers[0] = _SPARED
-            self._notice = PreemptionNotice("SIGTERM", time.monotonic() + self._grace_seconds)
+            self._notice = PreemptionNotice(self._number.name, time.monotonic() + self._grace_seconds)
+            # Another Checkpointer of this process may watch it too.
+            if isinstance(getattr(self._before, "__self__", None), SignalNotice):
+                self._before(number, frame)
 
     def _in_new_worker(self) -> None:
         self._set_up_worker()
-        signal.signal(signal.SIGTERM, self._received_by_worker)
+        signal.signal(self._number, self._received_by_worker)
 
     def _received_by_worker(self, number: int, frame: FrameType | None) -> None:
         until = time.monotonic() + _SAME_SIGNAL_SECONDS
@@ -174,7 +181,7 @@ class SignalNotice(NoticeSource):
         before, self._before = self._before, None
         self._spares_workers[0] = _OVER
         if before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(self._number, before)
             if _signals._set_worker_signal_handlers == self._in_new_worker:
                 _signals._set_worker_signal_handlers = self._set_up_worker
                 _signals._error_if_any_worker_fails = self._raise_if_worker_died
@@ -186,10 +193,21 @@ class FileNotice(NoticeSource):
     Args:
         path: Path of the file.
         grace_seconds: Time left if the file names no time.
+
+    Raises:
+        ConfigError: The file has been there for longer than the time that it gives: an earlier notice.
     """
 
     def __init__(self, path: str | os.PathLike[str], grace_seconds: float = GRACE_SECONDS) -> None:
         self._path, self._grace_seconds = Path(path), grace_seconds
+        found = self.look()
+        with contextlib.suppress(OSError):
+            age_seconds = time.time() - self._path.stat().st_mtime
+            if found is not None and age_seconds > max(0.0, found.seconds_left):
+                got = f"{path}, {age_seconds:.0f} s old"
+                raise ConfigError.of(
+                    "the path of a file that appears with a notice", got, "remove it: its time is over"
+                )
 
     @override
     def look(self) -> PreemptionNotice | None:
@@ -275,9 +293,13 @@ class HttpNotice(NoticeSource):
 
 
 def source_of(text: str, grace_seconds: float = GRACE_SECONDS) -> NoticeSource:
-    """Makes a source from its text: ``SIGTERM``, ``http://…``, or else a path. It watches already."""
+    """Makes a source from its text: a signal's name, ``http://…``, or else a path. It watches already."""
     if not text:
-        raise ConfigError.of("what to watch", text, "write SIGTERM, http://host/path or the path of a file")
-    if text.upper() == "SIGTERM":
-        return SignalNotice(grace_seconds)
+        raise ConfigError.of("what to watch", text, "write SIGTERM, SIGUSR1, http://host/path or the path of a file")
+    word = text.strip().upper()
+    name = word if word.startswith("SIG") else f"SIG{word}"
+    if name in _SIGNALS:
+        return SignalNotice(grace_seconds, signal.Signals[name])
+    if "/" not in text and (word.startswith("SIG") or name in signal.Signals.__members__):
+        raise ConfigError.of(f"one of {', '.join(_SIGNALS)}", text, "a file of that name is ./" + text)
     return HttpNotice(text, grace_seconds) if "://" in text else FileNotice(text, grace_seconds)

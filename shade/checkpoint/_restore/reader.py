@@ -22,7 +22,7 @@ from shade.checkpoint._codecs.delta import Delta
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._tiers.tier import Tier
-from shade.errors import CorruptCheckpointError, StorageError, StoreError
+from shade.errors import CorruptCheckpointError, NewerSnapshotError, StorageError, StoreError
 from shade.types import Bytes
 
 BATCH: Final = 16
@@ -94,7 +94,7 @@ class Reader:
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
         self.unreachable: dict[str, str] = {}
-        """By tier name: why the last `snapshots` could not read it."""
+        """By tier name: why the last `snapshots` could not read it; one that a later version has written is one."""
         self.damaged: list[str] = []
         """Places whose record the last `snapshots` could not read."""
 
@@ -111,7 +111,7 @@ class Reader:
         for tier in self.tiers:
             try:
                 held = tier.held()
-            except (StoreError, StorageError) as error:
+            except (StoreError, StorageError, NewerSnapshotError) as error:
                 self.unreachable[tier.name] = str(error)
                 logger.warning("%s cannot be read: %s", tier.name, error)
                 continue

@@ -21,8 +21,17 @@ from typing import Any, Final
 import torch
 
 from shade.checkpoint._buffer.copy_and_compare import copy_bytes
-from shade.checkpoint._capture.app_state import AppState, check_module, plain_name, renamed, unwrapped
+from shade.checkpoint._capture.app_state import AppState, refused
 from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
+from shade.checkpoint._capture.module_state import (
+    check_module,
+    loads_all_plainly,
+    own_ways,
+    plain_name,
+    renamed,
+    unwrapped,
+    way_back_of,
+)
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
 from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, ShardDecoder, Snapshot, SnapshotSource
@@ -121,8 +130,8 @@ class Restored:
 
     step: int
     """Optimizer steps done; 0 if there was no snapshot."""
-    epoch: int
-    """Epoch of the attached sampler; 0 without one."""
+    known_epoch: int | None
+    """Epoch of the attached sampler; None if nothing that is attached counts epochs."""
     tiers: tuple[str, ...] = ()
     """Names of the tiers that were read; empty if there was no snapshot."""
     seconds: float = 0.0
@@ -133,6 +142,18 @@ class Restored:
     """With ``strict=False``: names in the module that were not loaded."""
     unexpected_keys: tuple[str, ...] = ()
     """With ``strict=False``: names in the snapshot that were not used."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch to go on with: that of the attached sampler; 0 if nothing that is attached counts epochs, which is said
+        where steps of a loop over epochs would be done again."""
+        if self.known_epoch is None and self.step:
+            logger.warning(
+                "step %d is restored, and nothing attached counts epochs: a loop that begins with epoch 0 trains them "
+                "again; attach a ShadeSampler, or an object with an epoch, a state_dict and a load_state_dict",
+                self.step,
+            )
+        return self.known_epoch or 0
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -228,7 +249,7 @@ def _tiers_unreachable(unreachable: Mapping[str, str]) -> CheckpointError:
     return CheckpointError.of(
         "every tier to answer before a run starts from nothing or from an old snapshot",
         "; ".join(f"{name}: {why}" for name, why in unreachable.items()),
-        "bring it back, or leave it out to start without it",
+        "bring it back, use the shade that wrote it, or leave it out to start without it",
     )
 
 
@@ -427,6 +448,12 @@ def restore_app_state(
         return Restored(0, 0), None
     record = found.record
     names = contents.names if only is None else list(only)
+    if only is None and (left := contents.left_out(found.tree)):
+        logger.warning(
+            "step %d also holds %s, which nothing attached takes: it is not restored, and the next save is without it; "
+            "attach() it before you restore",
+            *(record.step, ", ".join(left)),
+        )
     if group.rank >= record.world_size and "random" in names:
         # A new rank keeps the generators that it was seeded with.
         names.remove("random")
@@ -474,23 +501,41 @@ def load_module(
     if not isinstance(saved, Mapping):
         raise StateMismatchError.of(f"the state of a module for {name!r}", type(saved).__name__, "pass another name")
     target, saved = unwrapped(module), _beginning_with(saved, prefix)
-    own, fits = target.state_dict(), OrderedDict[str, Any]()
+    own, fits, ways = target.state_dict(), OrderedDict[str, Any](), own_ways(target)
     saved = renamed(own, saved)
     for key, value in saved.items():
         mine = own.get(key)
         if all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (mine, value)):
             value = value.to(mine.dtype)
-        if strict or (key in own and getattr(mine, "shape", None) == getattr(value, "shape", None)):
+        is_alike = key in own and getattr(mine, "shape", None) == getattr(value, "shape", None)
+        if is_alike and hasattr(mine, "device_mesh"):
+            value = _part_of_rank(value, mine)
+        if strict or is_alike or ways is None or key.startswith(ways):
             fits[key] = value
     if not fits and own:
-        check_module(name, own, saved)
-    missing, unused = sorted(own.keys() - fits.keys()), sorted(saved.keys() - fits.keys())
-    if not strict:
-        fits.update((key, own[key]) for key in missing)
+        check_module(name, own, saved, ways)
+    whole = fits if strict else fits | {key: own[key] for key in own.keys() - fits.keys()}
+    check_module(name, own, whole, ways)
     fits._metadata = getattr(saved, "_metadata", {})  # type: ignore[attr-defined]
-    check_module(name, own, fits)
-    target.load_state_dict(fits)
-    return ([], []) if strict else (missing, unused)
+    # Parts that load themselves may refuse what they get, after others have been loaded.
+    put_back = None if loads_all_plainly(target) else way_back_of(target)
+    try:
+        found = target.load_state_dict(fits, strict=strict)
+    except Exception as error:
+        if put_back is not None:
+            put_back()
+        raise refused(name, error) from error
+    if strict or not isinstance(found, tuple):
+        return [], []
+    missing, unexpected = found
+    return sorted(missing), sorted({*unexpected, *(saved.keys() - fits.keys())})
+
+
+def _part_of_rank(whole: torch.Tensor, mine: Any) -> torch.Tensor:
+    """Returns what this rank holds of a tensor under `fully_shard`, as its own is laid out."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None)
 
 
 def _beginning_with(saved: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:

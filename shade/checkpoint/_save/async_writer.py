@@ -56,6 +56,8 @@ class SaveHandle:
     """One save, as its owner can follow it."""
 
     step: int
+    number: int = 0
+    """Number of the save among this object's, from 1."""
     begun: float = field(default_factory=time.monotonic)
     copied: Future[None] = field(default_factory=Future)
     """Resolved when the buffer holds the snapshot: the state may change again."""

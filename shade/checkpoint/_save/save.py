@@ -11,10 +11,14 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shade.checkpoint._buffer.copy_and_compare import Comparison, prepare
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
@@ -24,12 +28,15 @@ from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, lay_out
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
+from shade.checkpoint._save.save_calls import SaveCalls
 from shade.checkpoint._strategies.base import DurabilityLevel, Strategy, StrategyConfig
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
 from shade.rank_group import RankGroup
 
 DURABLE_PATIENCE_SECONDS: Final = 600.0
 """Longest time that training waits for a committed save to become durable."""
+_PATIENCE_SECONDS: Final = 10.0
+"""Time after which a save that waits for another rank is named in the log."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -47,10 +54,11 @@ class Saver:
         writer: AsyncWriter,
         group: RankGroup,
         sequence: int,
+        calls: SaveCalls,
         make_room: Callable[[int], None] | None = None,
     ) -> None:
         self._app_state, self._shared_memory, self._strategy, self._writer = app_state, shared_memory, strategy, writer
-        self._config, self._group = config, group
+        self._config, self._group, self._calls = config, group, calls
         self._comparison = Comparison()
         self.sequence = sequence
         """Number of the newest snapshot; the next one's is higher."""
@@ -67,6 +75,9 @@ class Saver:
         self._specs: dict[str, TensorSpec] = {}
         """What the layout was made for."""
         self._is_copying = False
+        self._copied: set[int] = set()
+        """Where the memory begins that is being copied."""
+        self._step_hook: Any = None
         self._preparing: threading.Thread | None = None
 
     @property
@@ -85,18 +96,17 @@ class Saver:
         something changed while it was copied, and again during a second copy, and `StorageFullError` if there is not
         enough shared memory for the buffer."""
         begun = time.monotonic()
+        self._calls.note(self.num_begun + 1, step)
         self.before_step()
         self._wait_for_room(step)
-        self.sequence += 1
-        self.num_begun += 1
-        handle = self.latest = SaveHandle(step)
-        self._in_flight.append(handle)
+        handle = self._new_handle(step)
         sequence, saved_at = self.sequence, time.time()
         pace = self._measured(meter)
         is_buffer_taken = False
         try:
             captured = self._app_state.capture(self._group.rank, self._group.world_size)
-            numbers, replica = _numbers(metrics), captured.replica(self._group.world_size)
+            numbers = _numbers(metrics)
+            replica = captured.replica(self._group.world_size, self.num_begun)
             layout = self._lay_out(captured)
             if self._make_room is not None:
                 self._make_room(layout.num_bytes)
@@ -123,7 +133,9 @@ class Saver:
             self._writer.send(SaveRequest(handle, sequence, saved_at, pace))
             raise
         self._is_copying = True
-        copied.add_done_callback(lambda done: _pass_on(done, handle.copied))
+        copied.add_done_callback(lambda done: self._pass_on(done, handle.copied))
+        if not copied.done():
+            self._guard(captured)
         if stream_hash is not None:
             end = stream_hash.end
             handle.copied.add_done_callback(lambda _: end())
@@ -148,6 +160,27 @@ class Saver:
         handle.blocked_seconds += time.monotonic() - begun
         return handle
 
+    def _new_handle(self, step: int) -> SaveHandle:
+        self.sequence += 1
+        self.num_begun += 1
+        self.latest = SaveHandle(step, self.num_begun)
+        self._in_flight.append(self.latest)
+        return self.latest
+
+    def check_calls(self, step: int) -> None:
+        """Raises a CheckpointError if another rank saves a step that this one has left without a save: ``step``, or one
+        before. That save fails on all ranks."""
+        begun = self._calls.step_of(self.num_begun + 1)
+        if begun is None or begun > step:
+            return
+        expected = f"every rank to save step {begun}"
+        error = CheckpointError.of(expected, f"no save() on rank {self._group.rank}", "call it without `if rank == 0`")
+        handle = self._new_handle(begun)
+        self._shared_memory.skip()
+        handle.copied.set_exception(error)
+        self._writer.send(SaveRequest(handle, self.sequence, time.time(), Pace()))
+        raise error
+
     def stand_by(self, step: int, result: CommitResult) -> SaveHandle:
         """Returns a committed handle, on a rank for which another rank saves."""
         handle = self.latest = SaveHandle(step)
@@ -164,6 +197,28 @@ class Saver:
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _guard(self, captured: CapturedState) -> None:
+        """Makes every optimizer that would change what is being copied wait for the copy, attached or not."""
+        # A fused optimizer does not count its changes, and may change a bit in few words only: no check would see it.
+        self._copied = {0, *map(_storage_of, captured.tensors.values())}
+        if self._step_hook is None:
+            this = weakref.ref(self)
+            self._step_hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _wait_before(this(), optimizer))
+
+    def is_copying(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a copy is under way of what an optimizer's step changes."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return self._is_copying and any(_storage_of(param) in self._copied for param in params)
+
+    def _pass_on(self, done: Future[None], to: Future[None]) -> None:
+        error = done.exception()
+        if isinstance(error, TornSnapshotError):
+            self._app_state.note_torn()
+        if error is None:
+            to.set_result(None)
+        else:
+            to.set_exception(error)
 
     def wait_copy_complete(self) -> None:
         """Returns when the state may change again; raises a TornSnapshotError if it has changed already."""
@@ -206,14 +261,22 @@ class Saver:
 
     def _wait_for_oldest(self) -> None:
         self.settled = self._in_flight.popleft()
-        wait([self.settled.committed])
+        self._await(self.settled)
 
     def result(self) -> CommitResult:
         """Waits for the save begun last; raises a CheckpointError if no tier has taken it, or no save was begun."""
         self.wait_copy_complete()
         if self.latest is None:
             raise CheckpointError.of("a save to wait for", None, "call save() first")
+        self._await(self.latest)
         return self.latest.committed.result()
+
+    def _await(self, handle: SaveHandle) -> None:
+        if not wait([handle.committed], _PATIENCE_SECONDS).done and (ranks := self._calls.missing(handle.number)):
+            logger.warning(
+                "the save of step %d waits for save() on ranks %s: every rank has to call it", handle.step, ranks
+            )
+        wait([handle.committed])
 
     def warm_up(self) -> None:
         """Makes the buffers and compiles the copying in the background, once, so that the first save need not wait."""
@@ -245,8 +308,11 @@ class Saver:
         """Returns when every save is committed or has failed, and ends the threads. Safe to call twice."""
         if self._preparing is not None:
             self._preparing.join()
+        if self._step_hook is not None:
+            self._step_hook.remove()
         self._strategy.close()
         self._writer.close()
+        self._calls.close()
 
 
 class WaitPolicy:
@@ -307,12 +373,14 @@ class WaitPolicy:
             logger.warning("training continues before step %d is durable: %s", handle.step, error)
 
 
-def _pass_on(done: Future[None], to: Future[None]) -> None:
-    error = done.exception()
-    if error is None:
-        to.set_result(None)
-    else:
-        to.set_exception(error)
+def _wait_before(saver: Saver | None, optimizer: torch.optim.Optimizer) -> None:
+    if saver is not None and saver.is_copying(optimizer):
+        saver.before_step()
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Returns where the memory begins that a tensor is a view of; 0 if it is made of others."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shade.checkpoint._capture.app_state import AppState
+from shade.checkpoint._capture.app_state import AppState, steppers
 from shade.checkpoint._capture.flatten import part_of, unflatten
 from shade.checkpoint._codecs.delta import memory_slots
 from shade.checkpoint._pacing.batching import Batching
@@ -31,11 +31,16 @@ from shade.checkpoint._restore.restore import Restored, load_module, read_newest
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle
 from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
 from shade.checkpoint._save.save import Saver, WaitPolicy
+from shade.checkpoint._save.save_calls import SaveCalls
+from shade.checkpoint._session.at_exit import end_at_exit, keep_until
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers, open_to_read
 from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
-from shade.rank_group import RankGroup, SingleProcessGroup, current_group
+from shade.rank_group import RankGroup, SingleProcessGroup, check_alike, check_met, current_group
 from shade.types import Stateful
+
+DEFAULT_RUN = "run"
+"""Id of a run that was given none."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -48,7 +53,8 @@ class Checkpointer:
     Args:
         store: URL of the cluster whose memory takes snapshots; None: shared memory and storage alone.
         persist_to: Path or URL of durable storage; None: memory alone.
-        run: Id of the run; one live process group each.
+        run: Id of the run in these locations; one live process group each. None: ``run``, and without any storage the
+            command line tells one job's snapshots from another's.
         strategy: Name in `_strategies.STRATEGIES`. It sets every argument below that is None.
         every: When `step` saves: ``50`` (steps), ``"30s"``, ``"5m"``, ``"2%"`` (of the time), ``"never"``; see
             `Schedule`.
@@ -80,7 +86,7 @@ class Checkpointer:
         store: str | None = None,
         *,
         persist_to: str | os.PathLike[str] | None = None,
-        run: str = "run",
+        run: str | None = None,
         strategy: str = "overlap",
         every: str | int | None = None,
         keep: str = "last=2",
@@ -97,14 +103,21 @@ class Checkpointer:
         first_rank_saves: bool = False,
         make_room: Callable[[int], None] | None = None,
     ) -> None:
+        run, is_named = run or DEFAULT_RUN, run is not None
         self._run, self._strategy_name = run, strategy
+        purpose = f"snapshots of run {run!r}"
+        check_met(purpose)
+        self._group: RankGroup = current_group(purpose)
+        given = {"store": store and "given", "persist_to": persist_to and "given", "run": run, "strategy": strategy}
+        check_alike(self._group, {**given, "every": every, "codec": codec, "first_rank_saves": first_rank_saves})
         self._strategy = STRATEGIES.get(strategy)()
         self._config = config = self._strategy.config.agreed(
             every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
         )
-        self._schedule, self._meter = Schedule(config.every, config.in_flight), PaceMeter()
-        purpose = f"snapshots of run {run!r}"
-        self._group: RankGroup = current_group(purpose)
+        world_size = 1 if first_rank_saves else self._group.world_size
+        board = None if world_size == 1 else open_deadline_store(self._group.rank, world_size)
+        self._schedule = Schedule(config.every, config.in_flight, board, self._group.rank)
+        self._meter = PaceMeter()
         self._app_state = self._new_app_state(replicated)
         self._save_groups: list[RankGroup] = [SingleProcessGroup() if first_rank_saves else self._group]
         self._save_groups += [
@@ -134,6 +147,7 @@ class Checkpointer:
             parity=parity,
             buffers=config.buffers,
             in_flight=config.in_flight,
+            is_named=is_named,
         )
         has_storage = self._tiers.storage is not None
         self._losses = LossTracker(
@@ -163,6 +177,7 @@ class Checkpointer:
             writer,
             self._save_groups[0],
             self._tiers.reader.newest_sequence(),
+            SaveCalls(self._save_groups[0]),
             make_room,
         )
         self._wait_policy = WaitPolicy(self._saver, config, self._tiers.wait_durable if has_storage else None)
@@ -173,6 +188,12 @@ class Checkpointer:
         """Whether an attached optimizer has begun a step that `step` has not counted yet."""
         self.step_count = 0
         """Optimizer steps done in the whole run: `step` counts, `restore` sets."""
+        end_at_exit(self._at_exit)
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            cure = "make another for what follows, or let the `with` block end later"
+            raise ConfigError.of("an open Checkpointer", f"{what}() after close()", cure)
 
     def _new_app_state(self, replicated: bool) -> AppState:
         # Overridden by `StateDictCheckpointer`, whose state is passed at each save.
@@ -211,7 +232,12 @@ class Checkpointer:
             ConfigError: One has no state, or a name is taken.
         """
         self._app_state.attach(objects)
-        optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
+        optimizers = [
+            each
+            for target in objects.values()
+            if isinstance(target, torch.optim.Optimizer)
+            for each in steppers(target)
+        ]
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()))
         modules = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
@@ -232,14 +258,18 @@ class Checkpointer:
         Returns:
             Whether a save was begun.
         """
+        self._check_open("step")
+        self._saver.check_calls(self.step_count)
         self._meter.step(time.monotonic(), busy=self._saver.is_busy)
         self.step_count += 1
         self._has_changed = False
+        self._app_state.count_step()
         if self._deadline is not None and self._deadline.at_step():
             return True
         if not self._saves:
             return False
         self._saver.warm_up()
+        self._schedule.look(self.step_count)
         if not self._schedule.is_due(self.step_count):
             return False
         self.save(metrics)
@@ -259,10 +289,12 @@ class Checkpointer:
             TornSnapshotError: A tensor changed while it was copied, and again during a second copy.
             StorageFullError: There is not enough shared memory for the buffer.
         """
+        self._check_open("save")
         if not self._saves:
             return self._saver.stand_by(self.step_count, CommitResult(self._tiers.shared_memory, ""))
         handle = self._saver.begin(self.step_count, metrics or {}, self._meter)
         self._saved_step = self.step_count
+        keep_until(handle.committed, self)
         self._losses.begun(handle, self._saver.num_bytes)
         self._schedule.saved(self.step_count, self._saver.pace)
         # With a preemption notice there is no time to wait.
@@ -348,13 +380,15 @@ class Checkpointer:
         """Watches for preemption notices: `step` then saves what can be saved in time, and exits. Collective.
 
         Args:
-            *sources: ``SIGTERM`` (if none is named), paths of files, ``http://…``: see `_preemption.notice`.
+            *sources: ``SIGTERM`` (if none is named) or another signal, paths of files, ``http://…``: see
+                `_preemption.notice`.
             grace_seconds: Time left after a notice that names no time.
             exit_code: Exit code of the SystemExit that `step` raises then; None: it returns, and `should_stop` is true.
 
         Raises:
             ConfigError: A source cannot be watched.
         """
+        self._check_open("watch")
         if self._deadline is not None:
             self._deadline.close()
         watched = [source_of(source, grace_seconds) for source in sources or ("SIGTERM",)]
@@ -404,6 +438,8 @@ class Checkpointer:
         return restored
 
     def _restore(self, step: int | None, only: Sequence[str] | None) -> Restored:
+        self._check_open("restore")
+        self._saver.check_calls(self.step_count)
         self._saver.before_step()
         self._saver.settle()
         restored, found = restore_app_state(self._tiers.reader, self._group, self._app_state, step, only)
@@ -434,11 +470,19 @@ class Checkpointer:
             return
         is_safe = False
         try:
+            self._saver.check_calls(self.step_count)
             if self.latest is not None:
                 self._saver.result()
             is_safe = True
         finally:
             self._end(keep_buffers=not is_safe)
+
+    def _at_exit(self, has_failed: bool) -> None:
+        """Closes what its script has left open."""
+        if has_failed and not self._closed:
+            self._end(keep_buffers=True)
+        with contextlib.suppress(CheckpointError):  # which the writer has logged
+            self.close()
 
     def _end(self, *, keep_buffers: bool) -> None:
         self._closed = True
@@ -491,7 +535,7 @@ def load_weights(
     store: str | None = None,
     *,
     persist_to: str | os.PathLike[str] | None = None,
-    run: str = "run",
+    run: str = DEFAULT_RUN,
     name: str = "model",
     step: int | None = None,
     strict: bool = True,

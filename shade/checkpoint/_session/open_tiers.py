@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from shade.checkpoint._buffer.shared_memory_folder import check_run_name, flusher_log, sweep_logs
+from shade.checkpoint._buffer.shared_memory_folder import check_run_name, flusher_log, sweep_logs, sweep_memory
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._commit.protocol import retire
 from shade.checkpoint._flush.service import is_served, mark_ended, mark_started, start_flusher
@@ -20,11 +22,20 @@ from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._save.async_writer import CommitResult
+from shade.checkpoint._tiers import identity
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.run_lock import RunLock
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Tier
-from shade.errors import CheckpointError, ConfigError, ShadeError, StorageError, StoreError, StoreUnavailableError
+from shade.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    ShadeError,
+    StorageError,
+    StoreError,
+    StoreUnavailableError,
+)
 from shade.rank_group import RankGroup
 from shade.storage import Volume, open_volume
 from shade.store import Store, open_store
@@ -32,6 +43,9 @@ from shade.store import Store, open_store
 STORE_TIMEOUT_SECONDS = 5.0
 """Longest wait for the next bytes: a snapshot can wait longer than a batch of samples."""
 POLL_SECONDS = 0.02
+_MEND_SECONDS = 1.0
+"""Time between two looks whether a snapshot that is not durable yet is damaged."""
+_MEND_TRIES = 5
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -54,6 +68,7 @@ class Tiers:
     ) -> None:
         self.shared_memory, self.memory, self.storage = shared_memory, memory, storage
         self.locations = locations
+        self._known: dict[str, Commit] = {}
         self._keep, self._is_first, self._run_lock, self._resources = keep, is_first, run_lock, resources
         self.reader = Reader([tier for tier in (shared_memory, memory, storage) if tier is not None])
 
@@ -74,10 +89,13 @@ class Tiers:
             self._run_lock.check()
 
     def after_commit(self, result: CommitResult) -> None:
-        """Removes old snapshots after a save; called in a thread of the writer."""
+        """Notes that a save lies beyond shared memory, and removes old snapshots; called in a thread of the writer."""
+        if result.tier is not self.shared_memory:
+            self.shared_memory.note_elsewhere(result.sequence)
         if self.storage is not None and result.tier is self.storage and self._is_first:
             try:
-                retire(self.storage, self._keep, self._pending)
+                # Beside cluster memory, its flusher writes here too.
+                retire(self.storage, self._keep, self._pending, self._known if self.memory is None else None)
             except StorageError as error:
                 logger.warning("old snapshots stay in storage: %s", error)
 
@@ -106,7 +124,19 @@ class Tiers:
     def wait_durable(self, result: CommitResult, step: int, timeout_seconds: float | None) -> None:
         """Returns when a save of that step is in storage; a CheckpointError if it is late (None: never), or lost."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        next_look, num_failed = time.monotonic() + _MEND_SECONDS, 0
         while not self.is_durable(result):
+            if time.monotonic() > next_look:
+                failure = self._mend(result)
+                num_failed = 0 if failure is None else num_failed + 1
+                # Another rank may have what this one lacks.
+                if num_failed == _MEND_TRIES:
+                    raise CheckpointError.of(
+                        f"step {step} to stay whole in {result.tier.name} until it is durable",
+                        failure,
+                        "save again; replicas outlive the loss of one server",
+                    )
+                next_look = time.monotonic() + _MEND_SECONDS
             if self._is_lost(result):
                 raise CheckpointError.of(
                     f"step {step} to stay in {result.tier.name} until it is durable",
@@ -120,6 +150,22 @@ class Tiers:
                     "see whether its flusher runs (shade checkpoint list)",
                 )
             time.sleep(POLL_SECONDS)
+
+    def _mend(self, result: CommitResult) -> str | None:
+        """Repairs, from shared memory, a save that its flusher has found damaged; returns why not where that fails."""
+        assert self.memory is not None
+        try:
+            if not self.memory.is_damaged(result.location):
+                return None
+            for snapshot in self.reader.snapshots():
+                if any((each.tier, each.location) == (self.memory, result.location) for each in snapshot.sources):
+                    damages = self.reader.examine(snapshot)
+                    self.reader.repair(snapshot, [each for each in damages if each.source.tier is self.memory])
+        except CorruptCheckpointError as error:
+            return str(error)
+        except (StoreError, StorageError):  # which may answer again
+            pass
+        return None
 
     def _is_lost(self, result: CommitResult) -> bool:
         assert self.memory is not None
@@ -154,29 +200,23 @@ def open_tiers(
     buffers: int,
     wished_replicas: int = 0,
     in_flight: int = 1,
+    is_named: bool = True,
 ) -> Tiers:
     """Opens the tiers of a run. Collective; the arguments are those of `Checkpointer`. ``wished_replicas`` are copies
-    of chunks where there is no parity, as far as the cluster has servers for them.
+    of chunks where there is no parity, as far as the cluster has servers for them; ``is_named`` is whether the caller
+    gave the run its id.
 
     Raises ConfigError on every rank if an argument cannot be honoured or the store or the storage does not answer,
     and RunInUseError on every rank if another live process saves under this id.
     """
     resources = contextlib.ExitStack()
-    opened: Tiers | None = None
-    failure: Exception | None = None
-    try:
+    with _raised_on_all(group, resources):
         check_run_name(run)
-        shared_memory = SharedMemoryTier(
-            run, group.rank, num_buffers=buffers, has_others=store_url is not None or persist_to is not None
-        )
-        shared_memory.claim()
-        resources.callback(shared_memory.close)
-        volume = None if persist_to is None else _volume(persist_to)
+        rules = Keep.parse(keep)
+        volume = None if persist_to is None else resources.enter_context(_volume(persist_to))
         store = None if store_url is None else _store(store_url, resources)
-        memory = storage = None
-        if volume is not None:
-            storage = StorageTier(volume, run)
-            resources.callback(storage.close)
+        storage = None if volume is None else StorageTier(volume, run)
+        memory = None
         if store is not None:
             if parity is None:
                 replicas = max(replicas, min(wished_replicas, len(store.placement()) - 1))
@@ -190,39 +230,66 @@ def open_tiers(
                 in_flight=in_flight,
             )
             resources.callback(memory.close)
-        rules = Keep.parse(keep)
-        run_lock = None
+    locations = [str(each.url) for each in (store, volume) if each is not None]
+
+    def claimed(name: str) -> SharedMemoryTier:
+        made = SharedMemoryTier(run, group.rank, identity=name, num_buffers=buffers, has_others=bool(locations))
+        made.claim(" and ".join(locations) or " ".join([os.getcwd(), *sys.argv]))
+        resources.callback(made.close)
+        return made
+
+    name = run_lock = shared_memory = None
+    with _raised_on_all(group, resources):
         if group.rank == 0:
+            name = identity.of_storage(volume, run) if volume else identity.of_job(run if is_named else None, store_url)
+            # Before the lock, which finds out more slowly whether a process of this machine, or this one, has the run.
+            shared_memory = None if name is None else claimed(name)
             run_lock = _lock_run(run, store, volume, resources)
+            name = name if volume is None else identity.of_storage(volume, run, make=True)
+            if memory is not None and volume is not None:
+                identity.bind(memory, str(name), volume.url, is_named=is_named)
+            if store is not None:
+                mark_started(store, run)
+                resources.callback(_end, store, run)
+    # A rank of its own (DCP's) keeps nothing in shared memory.
+    name = group.share(name) or secrets.token_hex(8)
+    with _raised_on_all(group, resources):
+        shared_memory = shared_memory or claimed(name)
+        if group.rank == 0:
             if store is not None and store_url is not None and persist_to is not None:
                 _ensure_flusher(store, store_url, os.fspath(persist_to), run, keep)
             elif storage is not None:
                 # This process holds the run lock, in this storage.
                 storage.tidy(is_only_writer=True)
             sweep_logs()
-        opened = Tiers(
-            shared_memory,
-            memory,
-            storage,
-            rules,
-            is_first=group.rank == 0,
-            run_lock=run_lock,
-            resources=resources,
-            locations=[str(each.url) for each in (store, volume) if each is not None],
-        )
+        sweep_memory()
+    assert shared_memory is not None
+    return Tiers(
+        shared_memory,
+        memory,
+        storage,
+        rules,
+        is_first=group.rank == 0,
+        run_lock=run_lock,
+        resources=resources,
+        locations=locations,
+    )
+
+
+@contextlib.contextmanager
+def _raised_on_all(group: RankGroup, resources: contextlib.ExitStack) -> Iterator[None]:
+    """Raises on every rank what fails on one of them, at the end of the block, and closes what was opened."""
+    failure: Exception | None = None
+    try:
+        yield
     # Raised after the gather: the other ranks wait in it for this rank's outcome.
     except ShadeError as error:
         failure = error
     gathered = group.gather(None if failure is None else str(failure))
-    if failure is not None:
+    rank = next((rank for rank, message in enumerate(gathered) if message is not None), None)
+    if rank is not None:
         resources.close()
-        raise failure
-    for rank, message in enumerate(gathered):
-        if message is not None:
-            resources.close()
-            raise ConfigError(f"rank {rank}: {message}")
-    assert opened is not None
-    return opened
+        raise failure or ConfigError(f"rank {rank}: {gathered[rank]}")
 
 
 def open_to_read(
@@ -251,7 +318,7 @@ def _volume(url: str | os.PathLike[str]) -> Volume:
         volume.ping()
     except StorageError as error:
         volume.close()
-        cure = "make it writable, or name another --persist; load_weights reads what cannot be written"
+        cure = "make it writable, or name another place; load_weights reads what cannot be written"
         raise ConfigError.of("storage that can be written", f"{volume.url}: {error}", cure) from error
     return volume
 
@@ -271,11 +338,7 @@ def _store(url: str, resources: contextlib.ExitStack) -> Store:
 
 def _lock_run(run: str, store: Store | None, volume: Volume | None, resources: contextlib.ExitStack) -> RunLock | None:
     lockable = store if store is not None else volume
-    run_lock = None if lockable is None else resources.enter_context(RunLock(lockable, run))
-    if store is not None:
-        mark_started(store, run)
-        resources.callback(_end, store, run)
-    return run_lock
+    return None if lockable is None else resources.enter_context(RunLock(lockable, run))
 
 
 def _end(store: Store, run: str) -> None:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -48,6 +48,7 @@ from shade.store.base import Store
 from shade.types import Bytes
 
 T = TypeVar("T")
+_DAMAGED: Final = b" damaged"
 
 
 class MemoryTier(Tier):
@@ -210,6 +211,17 @@ class MemoryTier(Tier):
         slot = self._find(location)
         return slot is not None and self._records.has(slot, dirty_name(slot))
 
+    def note_damage(self, location: str) -> None:
+        """Notes on a dirty bit that the snapshot cannot be flushed: who has it whole elsewhere may repair it."""
+        slot = self._find(location)
+        if slot is not None and self._records.has(slot, dirty_name(slot)):
+            self._records.write_everywhere(slot, dirty_name(slot), b"%d%s" % (slot.step, _DAMAGED))
+
+    def is_damaged(self, location: str) -> bool:
+        """Returns whether `note_damage` was called of that snapshot since it was written or repaired."""
+        slot = self._find(location)
+        return slot is not None and self._records.has(slot, dirty_name(slot), _DAMAGED)
+
     def mark_clean(self, location: str, step: int) -> None:
         """Clears the dirty bit and the hold: the snapshot is in storage, or is given up. A slot that holds another step
         by now is left unchanged."""
@@ -242,7 +254,7 @@ class MemoryTier(Tier):
     # ------------------------------------------------------------------------------------------------ reading
 
     @override
-    def held(self) -> Mapping[str, Commit]:
+    def held(self, known: Mapping[str, Commit] | None = None) -> Mapping[str, Commit]:
         table, tags = self._records.table()
         commits = self._records.committed(table)
         self.damaged = self._records.damaged(table, tags, commits)

@@ -243,7 +243,9 @@ class RunLock:
 
     def _in_use(self, other: LockRecord) -> RunInUseError:
         got = f"expected a run id that no live process uses, got {self._run!r}, which process {other.process_id} on "
-        return RunInUseError(f"{got}host {other.host} saves under; choose another id, or end that process")
+        is_here = other.process_id == os.getpid() and other.machine == this_machine()
+        cure = "close() its Checkpointer, which is in this process" if is_here else "end that process"
+        return RunInUseError(f"{got}host {other.host} saves under; choose another id, or {cure}")
 
 
 def _read_record(backend: _LockBackend) -> LockRecord | None:
@@ -280,6 +282,11 @@ _PREFIX = "shade:checkpoint:"
 def runs_in_store(store: Store) -> list[str]:
     """Returns the sorted ids of runs that have anything in a store; scans all keys, a second for a few million."""
     return sorted({key[len(_PREFIX) :].partition(":")[0] for key in store.scan(_PREFIX)})
+
+
+def keys_of_run(store: Store, run: str) -> list[str]:
+    """Returns all keys that a run has in a store; scans all keys, as `runs_in_store`."""
+    return list(store.scan(f"{_PREFIX}{quote(run, safe='')}:"))
 
 
 def runs_in_volume(volume: Volume) -> list[str]:

@@ -304,9 +304,10 @@ class SlotRecords:
         found = [slot.location for slot in rotten if self.has(slot, commit_name(slot))]
         return found if table.generation or not old_tags else [TABLE_NAME]
 
-    def has(self, slot: Slot, name: str) -> bool:
-        """Returns whether any server has a small value; raises StoreUnavailableError if that is not known."""
-        return any(content is not None for content in self._copies(slot, name))
+    def has(self, slot: Slot, name: str, ending: bytes = b"") -> bool:
+        """Returns whether any server has a small value that ends so; raises StoreUnavailableError if that is not
+        known."""
+        return any(content is not None and content.endswith(ending) for content in self._copies(slot, name))
 
     def extent(self, slot: Slot, rank: int) -> int:
         """Returns the upper bound of a rank's number of chunks."""

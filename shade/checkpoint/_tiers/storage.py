@@ -95,10 +95,12 @@ class StorageTier(Tier):
         self._volume.write(f"{location}/{_RECORD}", [record.to_bytes()])
 
     @override
-    def held(self) -> Mapping[str, Commit]:
-        # One listing; all records are fetched together.
-        names = [name for name in self._volume.list(f"{self._run}/step-") if name.endswith(f"/{_RECORD}")]
-        found: dict[str, Commit] = {}
+    def held(self, known: Mapping[str, Commit] | None = None) -> Mapping[str, Commit]:
+        # One listing; all records are fetched together, except those of places that are known.
+        listed = [name for name in self._volume.list(f"{self._run}/step-") if name.endswith(f"/{_RECORD}")]
+        there = {name.removesuffix(f"/{_RECORD}") for name in listed}
+        found = {location: record for location, record in (known or {}).items() if location in there}
+        names = [name for name in listed if name.removesuffix(f"/{_RECORD}") not in found]
         damaged: list[str] = []
         for name, content in zip(names, self._volume.read_many(names), strict=True):
             location = name.removesuffix(f"/{_RECORD}")

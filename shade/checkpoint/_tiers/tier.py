@@ -69,8 +69,9 @@ class Tier(ABC):
         """Makes the snapshot exist; every rank has returned from `put` before. It is persistent on return."""
 
     @abstractmethod
-    def held(self) -> Mapping[str, Commit]:
-        """Returns each location that holds a snapshot with its record; missing or damaged records are left out."""
+    def held(self, known: Mapping[str, Commit] | None = None) -> Mapping[str, Commit]:
+        """Returns each location that holds a snapshot with its record; missing or damaged records are left out. Records
+        that are ``known``, since only the caller writes here, need not be read."""
 
     @abstractmethod
     def read_manifest(self, location: str, rank: int, copy: int = 0) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Adds ``shade checkpoint …``: list, verify, repair, convert and flush snapshots.
+"""Adds ``shade checkpoint …``: list, verify, repair, convert, flush and free snapshots.
 
 A new verb is a `Verb` and a line in `VERBS`. The parser loads the modules of all verbs, so PyTorch, NumPy and Redis are
 imported where they are used.
@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any, Final
 
-from shade.cli._checkpoint import inspect, repair, transfer
+from shade.cli._checkpoint import free, inspect, repair, transfer
 from shade.cli._checkpoint.common import Verb
 from shade.errors import CorruptCheckpointError
 
@@ -24,6 +24,7 @@ VERBS: Final[tuple[Verb, ...]] = (
     transfer.EXPORT,
     transfer.IMPORT,
     transfer.FLUSH,
+    free.FREE,
 )
 """In the order in which they are listed."""
 _DESCRIPTION: Final = "Snapshots of training runs, in shared memory, in a cluster's memory and in durable storage."
@@ -35,8 +36,9 @@ examples:
   shade checkpoint repair 1200 --persist /mnt/ckpt --store redis://10.0.0.1:6379
   shade checkpoint restore 1200 --to model.safetensors --only model --persist /mnt/ckpt
   shade checkpoint flush redis://10.0.0.1:6379 --persist /mnt/ckpt
+  shade checkpoint free
 
-where to look, for every verb:
+where to look, for most verbs:
   --persist URL   durable storage: a path, s3://bucket/path, …
   --store URL     a cluster's memory; its password is read from SHADE_REDIS_PASSWORD
   --run ID        needed only if there are several runs
@@ -49,7 +51,7 @@ def add(verbs: Any) -> None:
     """Adds ``checkpoint`` and its verbs to the parser."""
     top = verbs.add_parser(
         "checkpoint",
-        help="list, verify, repair, convert and flush snapshots",
+        help="list, verify, repair, convert, flush and free snapshots",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
     )

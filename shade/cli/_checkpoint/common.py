@@ -57,15 +57,30 @@ class Locations:
         self.is_partial |= bool(self.reader.unreachable)
         return found
 
-    def of_step(self, step: int) -> Snapshot | None:
-        """Returns the newest snapshot of a step; if there is none, writes the known steps to standard error."""
+    def of_step(self, step: int | None) -> Snapshot | None:
+        """Returns the newest snapshot of a step, or of all; if there is none, writes the known steps to standard
+        error."""
         found = self.snapshots()
         for snapshot in found:
-            if snapshot.record.step == step:
+            if step in (None, snapshot.record.step):
                 return snapshot
         known = ", ".join(str(snapshot.record.step) for snapshot in found) or "none at all"
-        sys.stderr.write(f"no snapshot of step {step} of run {self.run}; there are: {known}\n")
+        wanted = "" if step is None else f" of step {step}"
+        sys.stderr.write(f"no snapshot{wanted} of run {self.run}; there are: {known}\n")
         return None
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that names a snapshot: a step, or None for the newest."""
+    parser.add_argument("step", type=_step, metavar="STEP", help="a step that shade checkpoint list shows, or newest")
+
+
+def _step(text: str) -> int | None:
+    if text == "newest":
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a step or newest, got {text!r}")
+    return int(text)
 
 
 def add_locations(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +125,7 @@ def opened(given: argparse.Namespace, *, shared_memory: bool = False) -> Iterato
                 _logger.warning("cluster memory cannot be read: %s", error)
         if volume is not None:
             storage = StorageTier(volume, run)
-        shared = _shared_memory(run) if shared_memory else []
+        shared = _shared_memory(run, given) if shared_memory else []
         tiers = [*shared, *(tier for tier in (memory, storage) if tier is not None)]
         for tier in shared:
             resources.callback(tier.close)
@@ -162,11 +177,14 @@ def _only_run(store: Store | None, volume: Volume | None) -> str:
     raise ConfigError.of("one run", ", ".join(sorted(runs)), "choose one with --run")
 
 
-def _shared_memory(run: str) -> list[Tier]:
-    from shade.checkpoint._buffer.shared_memory_folder import leftovers
+def _shared_memory(run: str, given: argparse.Namespace) -> list[Tier]:
+    from shade.checkpoint._buffer.shared_memory_folder import own_folder
     from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+    from shade.checkpoint._tiers import identity
 
-    return [SharedMemoryTier(run, 0)] if run in {name for name, _ in leftovers()} else []
+    # What another storage's run has left under this id is not asked for.
+    name = identity.find(run, given.store, given.persist)
+    return [SharedMemoryTier(run, 0, identity=name)] if name and (own_folder(run) / name).is_dir() else []
 
 
 def moment(seconds: float) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from shade.cli._checkpoint.common import Locations, Verb, add_locations, moment, opened
+from shade.cli._checkpoint.common import Locations, Verb, add_locations, add_step, moment, opened
 from shade.cli.tables import size, table
 from shade.errors import StoreError
 
@@ -84,7 +84,7 @@ def _state(locations: Locations, snapshot: Snapshot) -> str:
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("step", type=int, metavar="STEP", help="a step that shade checkpoint list shows")
+    add_step(parser)
     add_locations(parser)
     parser.add_argument("--tensors", type=int, default=10, metavar="N", help="list the N biggest (10)")
     parser.add_argument("--depth", type=int, default=2, metavar="N", help="levels of the outline (2)")

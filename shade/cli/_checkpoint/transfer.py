@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shade.cli._checkpoint.common import Locations, Verb, add_locations, opened
+from shade.cli._checkpoint.common import Locations, Verb, add_locations, add_step, opened
 from shade.cli.tables import size
 from shade.errors import ConfigError
 
@@ -84,16 +84,8 @@ def _format_of(path: Path) -> str:
     return _SUFFIXES[path.suffix]
 
 
-def _step(text: str) -> int | None:
-    if text == "newest":
-        return None
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a step or newest, got {text!r}")
-    return int(text)
-
-
 def _restore_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("step", type=_step, metavar="STEP", help="a step that shade checkpoint list shows, or newest")
+    add_step(parser)
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="a path that does not exist yet")
     parser.add_argument("--only", metavar="NAME", help="the state of one attached object alone, for example model")
     add_locations(parser)

@@ -1,1 +1,1 @@
-"""ShadeDataset and the sources of its samples."""
+"""ShadeDataset: how its samples are read, decoded, cached and transformed."""

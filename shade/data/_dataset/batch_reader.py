@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import operator
 import os
 import threading
@@ -19,18 +20,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import default_generator
 from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shade.cache.cache import SampleCache
-from shade.data._dataset import item_codec
-from shade.data._dataset.content import fingerprints_in, innermost_transform
-from shade.data._dataset.source import PreparedSource, SampleSource, checked_index, not_counted, read_nearest
+from shade.data._source import item_codec
+from shade.data._source.content import fingerprints_in, innermost_transform
+from shade.data._source.source import (
+    FreshItem,
+    ItemSource,
+    PreparedSource,
+    SampleSource,
+    checked_index,
+    not_counted,
+    read_nearest,
+)
+from shade.data._source.source_choice import SampleFiles
 from shade.data._transforms.fused import FusedBatch, Fuser, fuser_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.data._transforms.recognise import parameters_of
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place
+
+logger = logging.getLogger("shade.data")
 
 _REPLACEMENTS = 64
 """Samples after a bad one that are tried in its place."""
@@ -91,7 +104,7 @@ class TransformChain:
 
     `refresh` takes in what the user has assigned or changed since. Only this process has the wrapped ``dataset``; a
     worker that is spawned takes its transforms. They may run ``before_cache``, and then must stay as they are; those of
-    targets still run after it if ``targets_later``. ``first`` are steps between the data set's and the user's.
+    targets still run after it if the data set has ``files``. ``first`` are steps between the data set's and the user's.
     """
 
     def __init__(
@@ -104,9 +117,9 @@ class TransformChain:
         may_fuse: bool,
         reduced_decode: bool,
         first: Sequence[Callable[[Any], Any]] = (),
-        targets_later: bool = False,
+        files: SampleFiles | None = None,
     ) -> None:
-        self._first, self._targets_later = list(first), targets_later
+        self._first, self._files = list(first), files
         self.transform, self._target_transform = transform, target_transform
         self._dataset, self._may_fuse, self._reduced_decode = dataset, may_fuse, reduced_decode
         self._before_cache = before_cache
@@ -124,7 +137,7 @@ class TransformChain:
 
     def __getstate__(self) -> dict[str, Any]:
         self.refresh()
-        return self.__dict__ | {"_dataset": None}
+        return self.__dict__ | {"_dataset": None, "_files": None}
 
     def refresh(self) -> None:
         """Takes the transforms as they are now. Raises ConfigError if the cache holds what others made."""
@@ -143,9 +156,9 @@ class TransformChain:
                     "another one",
                     "set the format before wrapping, or wrap the data set again: ShadeDataset(data, cache=…)",
                 )
-        if self._dataset is not None and (self._targets_later or not self._before_cache):
-            own = None if self._before_cache else getattr(self._dataset, "transform", None)
-            self._own = own, getattr(self._dataset, "target_transform", None)
+        if self._files is not None:
+            own = None if self._before_cache else self._files.own("transform")
+            self._own = own, self._files.own("target_transform")
         self.samples = [each for each in (self._own[0], *self._first, self.transform) if each]
         self.targets = [each for each in (self._own[1], self._target_transform) if each]
         may_fuse = self._may_fuse and not self.targets
@@ -171,7 +184,7 @@ class BatchReader:
         access_log: str | None,
     ) -> None:
         self._source, self._cache, self._skips_bad, self.transforms = source, cache, skips_bad, transforms
-        self._num_hits, self._next_compared = 0, 1
+        self._num_hits, self._next_compared, self._num_bad = 0, 1, 0
         self._access_log = access_log
         self._log_fd: tuple[int, int] | None = None
         self.generators = BatchGenerators()
@@ -225,8 +238,20 @@ class BatchReader:
         return checked_index(index, len(self))
 
     def checked_many(self, indices: Sequence[int]) -> list[int]:
-        """Returns what `checked` returns for each index, and raises as it does."""
-        found = [operator.index(index) for index in indices]
+        """Returns what `checked` returns for each index, and raises as it does. Without a cache a data set of items
+        may have samples under other keys, such as a size and a number; they stay as they are."""
+        try:
+            found = [operator.index(index) for index in indices]
+        except TypeError as error:
+            key = next(index for index in indices if not hasattr(index, "__index__"))
+            if self._cache is None and type(self._source) is ItemSource:
+                return list(indices)
+            raise ConfigError.of(
+                "numbers as the indices of samples, because the cache has one entry for each",
+                f"{type(key).__name__} {key!r}",
+                "pass ShadeDataset(…, cache=None); or let the sampler yield numbers, and put what depends on the rest "
+                "into collate_fn=",
+            ) from error
         is_right = bool(found) and min(found) >= 0 and max(found) < len(self)
         return found if is_right else [self.checked(index) for index in found]
 
@@ -240,35 +265,47 @@ class BatchReader:
         if self._cache is None:
             with _left(turn):
                 payloads, near_by_index = read_nearest(self._source, list(indices), not_counted)
-            hits = [index in near_by_index for index in indices]
+            hits = [bool(near_by_index) and index in near_by_index for index in indices]
         else:
             near = set[int]()
             payloads, hits = self._cache.fetch_many(indices, partial(self._read_origin, near, turn))
             hits = [hit or index in near for index, hit in zip(indices, hits, strict=True)] if near else hits
-            if self._source.compares_hits:
-                self._compare_hits(indices, payloads, hits)
+        cached = [index for index, hit in zip(indices, hits, strict=True) if hit]
+        changed = self._source.changed_among(cached)
+        if self._cache is not None and (self._source.compares_hits or changed):
+            self._compare_hits(indices, payloads, hits, changed)
         if self._access_log is not None:
             self._log_accesses(indices, hits)
         return payloads
 
-    def _compare_hits(self, indices: Sequence[int], payloads: list[Any], hits: list[bool]) -> None:
+    def _compare_hits(self, indices: Sequence[int], payloads: list[Any], hits: list[bool], changed: set[int]) -> None:
         assert self._cache is not None
-        # Hits number 1, 2, 4 … 1024, 2048, 3072 … of this process.
+        # Hits number 1, 2, 4 … 1024, 2048, 3072 … of this process, and those that may have changed.
         for index, payload, hit in zip(indices, payloads, hits, strict=True):
             self._num_hits += hit
-            if not hit or self._num_hits < self._next_compared:
+            is_due = self._source.compares_hits and self._num_hits >= self._next_compared
+            if not hit or not (is_due or index in changed):
                 continue
-            self._next_compared += min(self._next_compared, _COMPARED_HITS)
+            if is_due:
+                self._next_compared += min(self._next_compared, _COMPARED_HITS)
             (fresh,) = self._source.read_many([index], self._cache.count_origin)
             if isinstance(self._source, PreparedSource):
                 fresh = self._source.prepared(index, fresh)
-            if not isinstance(fresh, Exception) and fresh != payload:
-                raise DataError.of(
+            if isinstance(fresh, Exception) or fresh == payload:
+                continue
+            if index in changed:
+                raise ConfigError.of(
                     f"{self._source.name_of(index)} to be what it was when it was cached",
-                    "another item",
-                    "if the data set was changed, pass ShadeDataset(…, version=…) a new word for its content; if its "
-                    "items are random, move that into transform=, or pass version= to keep the first draw",
+                    "another item, because what the data set holds in memory for it has changed",
+                    "keep labels that change outside of the data set, and look them up by the index that comes with "
+                    "each sample; or wrap the data set again: ShadeDataset(data, cache=…)",
                 )
+            raise DataError.of(
+                f"{self._source.name_of(index)} to be what it was when it was cached",
+                "another item",
+                "if the data set was changed, pass ShadeDataset(…, version=…) a new word for its content; if its "
+                "items are random, move that into transform=, or pass version= to keep the first draw",
+            )
 
     def _read_origin(self, near: set[int], turn: threading.Lock | None, absent: list[int]) -> list[Any]:
         with _left(turn):
@@ -298,7 +335,7 @@ class BatchReader:
         Raises BadSampleError for a bad sample that must not be skipped.
         """
         if not self.is_fused:
-            with self.generators.of(indices, seed):
+            with self.generators.of([*map(_number_of, indices)], seed):
                 return self.run_as_written(indices, payloads)
         is_seeded = bool(seed) or self.generators.following
         batch = self.fuse(indices, payloads, self.generators.alone(indices, seed) if is_seeded else default_generator)
@@ -314,7 +351,7 @@ class BatchReader:
         parts = None
         if self._source.has_encoded_items and not has_transforms:
             begun = time.perf_counter_ns()
-            parts = item_codec.collated(payloads, indices)
+            parts = item_codec.collated(payloads, indices) if self._fresh(payloads) is None else None
             if parts is not None:
                 self.count_time(time.perf_counter_ns() - begun, 0)
         return [CollatedBatch(default_collate(self.finish(indices, payloads, seed)) if parts is None else parts)]
@@ -336,10 +373,15 @@ class BatchReader:
         """Does what `finish` does, sample after sample, and leaves the generators as they are."""
         clock = time.perf_counter_ns
         decoding = transforming = 0
-        batch = []
-        for index, payload in zip(indices, payloads, strict=True):
+        batch, begun = [], clock()
+        items = self._fresh(payloads)
+        if items is None and self._source.has_encoded_items:
+            items = item_codec.decoded_many(payloads)
+        decoding += clock() - begun
+        for place, (index, payload) in enumerate(zip(indices, payloads, strict=True)):
             begun = clock()
-            item = self._decode(index, payload)
+            found = None if items is None else items[place]
+            item = self._decode(index, payload) if items is None else found if type(found) is tuple else (found,)
             decoded = clock()
             sample, *rest = item
             try:
@@ -358,6 +400,13 @@ class BatchReader:
         self.count_time(decoding, transforming)
         return batch
 
+    def _fresh(self, payloads: Sequence[Any]) -> list[Any] | None:
+        """Returns the items of a batch that was just read, if no transform may change them and each is there once."""
+        has_transforms = bool(self.transforms.samples or self.transforms.targets)
+        if has_transforms or not all(type(payload) is FreshItem for payload in payloads):
+            return None
+        return [each.item for each in payloads] if len(set(map(id, payloads))) == len(payloads) else None
+
     def count_time(self, decoding: int, transforming: int) -> None:
         """Adds nanoseconds to the ledger, if there is a cache."""
         if self._cache is not None:
@@ -366,9 +415,10 @@ class BatchReader:
     def _decode(self, index: int, payload: Any) -> tuple[Any, ...]:
         try:
             return self._source.decode(index, payload)
-        except BadSampleError:
-            if not self._skips_bad:
+        except BadSampleError as error:
+            if not self._skips_bad or not isinstance(index, int):
                 raise
+            words = str(error)
         count = not_counted if self._cache is None else self._cache.count_origin
         # The nearest readable sample after it, which is the same one on every rank.
         for offset in range(1, min(_REPLACEMENTS, len(self)) + 1):
@@ -379,6 +429,10 @@ class BatchReader:
                 continue
             if self._cache is not None:
                 self._cache.ledger.add(bad_samples=1)
+            self._num_bad += 1
+            # Bad sample number 1, 2, 4, 8 … of this process.
+            if self._num_bad & (self._num_bad - 1) == 0:
+                logger.warning("bad sample number %d: %s; sample %d takes its place", self._num_bad, words, other)
             return item
         name = shown_place(self._source.name_of(index))
         raise BadSampleError(
@@ -400,6 +454,11 @@ class BatchReader:
             os.close(self._log_fd[1])
         self._log_fd = None
         self._source.close()
+
+
+def _number_of(index: Any) -> int:
+    """Returns an index, or a number that stands for another key."""
+    return index if isinstance(index, int) else xxhash.xxh3_64_intdigest(repr(index).encode()) >> 1
 
 
 _LAST_ROW = 126

@@ -34,7 +34,7 @@ import torch
 import xxhash
 from PIL import Image
 
-from shade.data._dataset import item_codec
+from shade.data._source import item_codec
 
 PYTHON = "python"
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice)

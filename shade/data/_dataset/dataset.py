@@ -16,16 +16,17 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
-from shade.cache.cache import SampleCache
+from shade.cache.cache import SampleCache, held_bytes_of
 from shade.cache.entry import FORMAT_ENCODED
 from shade.config import ACCESS_LOG, WORKING_SET_FRACTION
 from shade.data._dataset.batch_reader import BatchReader, ReaderPool, TransformChain
-from shade.data._dataset.content import innermost_transform
 from shade.data._dataset.format_choice import FormatChoice, FormatWishes
 from shade.data._dataset.prefix import PrefixSplit, candidates, split
 from shade.data._dataset.prefixed_source import prefixed_source_of
-from shade.data._dataset.source import FileSource, SampleSource, has_sample_files, source_of
 from shade.data._decode.cached_format import FormatForecast, check_cached_format
+from shade.data._source.content import innermost_transform
+from shade.data._source.source import FileSource, SampleSource
+from shade.data._source.source_choice import files_of, source_of
 from shade.data._transforms.randomness import BatchGenerators
 from shade.errors import ConfigError
 from shade.policy import POLICIES
@@ -90,7 +91,7 @@ class ShadeDataset(Dataset[Any]):
         dataset: Any,
         cache: str | Store | None = "local://",
         *,
-        disk: str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         working_set_fraction: float = WORKING_SET_FRACTION,
         policy: str | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -122,18 +123,20 @@ class ShadeDataset(Dataset[Any]):
             cache, below = str(below), None
         self._name = type(dataset).__name__
         skips_bad = on_bad_sample == "skip"
-        has_files = has_sample_files(dataset, encode, decode)
-        own = getattr(dataset, "transform", None) if has_files else None
+        files = files_of(dataset, encode, decode)
+        own = None if files is None else files.own("transform")
         parts = split(prefix, prefix_steps, own, transform)
         choices: dict[str, PrefixSplit] = {}
         if form == "auto" and cache is not None:
-            may_fuse = has_files and decode is None
+            may_fuse = files is not None and decode is None
             choices = {"prefix": parts} if parts.prefix else candidates(own, transform, may_fuse=may_fuse)
         is_prefixed = bool(parts.prefix) and cache is not None and not choices
         self._source: SampleSource = (
             prefixed_source_of(dataset, parts.prefix, encode, decode, version=version, skips_missing=skips_bad)
             if is_prefixed
-            else source_of(dataset, encode, decode, version=version, skips_missing=skips_bad)
+            else source_of(
+                dataset, encode, decode, version=version, skips_missing=skips_bad, is_cached=cache is not None
+            )
         )
         self._cached_format = "prefix" if is_prefixed else "encoded"
         has_pictures, has_prefix = self._source.has_pictures, bool(parts.prefix)
@@ -183,7 +186,7 @@ class ShadeDataset(Dataset[Any]):
             may_fuse=has_pictures and not is_prefixed,
             reduced_decode=reduced_decode,
             first=parts.rest if is_prefixed else parts.uncached,
-            targets_later=has_files,
+            files=files,
         )
         self._reader = BatchReader(
             self._source,
@@ -218,7 +221,7 @@ class ShadeDataset(Dataset[Any]):
         if wishes.form == "auto" and self.forecast is None:
             logger.info("form='auto' chose %r: %s", self._cached_format, _NO_STEP)
         cache.capacity_bytes = capacity_bytes
-        store.enter(source.fingerprint, min(capacity_bytes, int(cache.size_bytes_N.sum())))
+        store.enter(source.fingerprint, min(capacity_bytes, int(cache.size_bytes_N.sum())), held_bytes_of(cache))
         if num_probes:
             cache.count_origin(num_probes, probe_bytes)
         return cache

@@ -15,7 +15,6 @@ from PIL import Image
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_PICTURE
-from shade.data._dataset.source import CountOrigin, FileSource, PreparedSource, SampleSource, read_nearest
 from shade.data._decode.cached_format import (
     pack_picture,
     packed_bytes,
@@ -24,6 +23,7 @@ from shade.data._decode.cached_format import (
 )
 from shade.data._decode.jpeg import decode_rgb, jpeg_decoder, size_of
 from shade.data._decode.pixels import Box
+from shade.data._source.source import CountOrigin, FileSource, PreparedSource, SampleSource, read_nearest
 from shade.data._transforms.randomness import kept_generators
 from shade.errors import DataError
 
@@ -63,6 +63,9 @@ class Probe:
         """A sample's read, with the usual number of others under way."""
         self.payload_of |= rest
         self._measure_decoding()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_source": None, "payload_of": {}}
 
     def read(self, indices: list[int]) -> dict[int, Any]:
         """Returns payloads by index, as `SampleSource.read_many` returns them, and counts them."""
@@ -122,6 +125,10 @@ class DecodedSource(PreparedSource):
     @override
     def name_of(self, index: int) -> str:
         return self._files.name_of(index)
+
+    @override
+    def changed_among(self, indices: list[int]) -> set[int]:
+        return self._files.changed_among(indices)
 
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """Reads files as they are; `prepared` turns them into pictures."""

@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shade.cache.entry import HEADER_BYTES
-from shade.data._dataset import item_codec
 from shade.data._dataset.decoded_source import DecodedSource, Probe
 from shade.data._dataset.prefix import Prefix, PrefixSplit, random_prefix
 from shade.data._dataset.prefix_probe import Probed, probe, probed_indices
 from shade.data._dataset.prefixed_source import prefixed_source_of
-from shade.data._dataset.source import FileSource, ItemSource, SampleSource
 from shade.data._decode.cached_format import (
     PROBES,
     FormatCosts,
@@ -23,6 +22,9 @@ from shade.data._decode.cached_format import (
     PrefixCosts,
     forecast,
 )
+from shade.data._source import item_codec
+from shade.data._source.probe_worker import in_probe_worker
+from shade.data._source.source import FileSource, ItemSource, SampleSource
 from shade.errors import ConfigError
 from shade.rank_group import current_group
 
@@ -56,8 +58,14 @@ class FormatChoice:
         num_samples = len(source.payload_bytes_N)
         has_pictures = source.has_pictures
         chosen = probed_indices(num_samples, PROBES) if has_pictures else probed_indices(num_samples)
-        self._wishes, self._measured = wishes, Probe(source, chosen, wishes.max_side)
-        probed = self._probe_prefixes(source)
+        self._wishes = wishes
+        work = partial(self._measure, source, chosen)
+        # Files are read and decoded by code of ours.
+        is_users = bool(wishes.prefixes) or isinstance(source, ItemSource)
+        found = in_probe_worker(work, wishes.dataset) if is_users else work()
+        self._measured, probed, steps, refused = found
+        if refused:
+            logger.info("form='auto' leaves out %r and what is longer: %s", *refused)
         self.num_reads, self.num_bytes = self._measured.num_reads, self._measured.num_bytes
         self.source: SampleSource = source
         """The source that keeps the chosen format."""
@@ -68,7 +76,6 @@ class FormatChoice:
         if not has_pictures and not probed:
             return
         costs = self._costs(source, store_bytes / num_samples)
-        steps = [self._costs_of(source, name, each) for name, each in probed.items()]
         self.forecast = forecast(costs, num_samples, capacity_bytes + wishes.disk_bytes, prefixes=steps)
         best = self.forecast.cached_format
         self.used = _agreed(best) if wishes.form == "auto" else wishes.form
@@ -100,12 +107,22 @@ class FormatChoice:
         decoded_bytes = mean_bytes * found.growth if source.has_pictures else None
         return FormatCosts(found.read_seconds, found.decode_seconds, mean_bytes, decoded_bytes)
 
-    def _probe_prefixes(self, source: SampleSource) -> dict[str, Probed]:
+    def _measure(
+        self, source: SampleSource, chosen: list[int]
+    ) -> tuple[Probe, dict[str, Probed], list[PrefixCosts], tuple[str, str] | None]:
+        """Returns what samples cost, the prefixes that may be cached, their costs, and which is refused, and why."""
+        measured = Probe(source, chosen, self._wishes.max_side)
+        probed, refused = self._probe_prefixes(source, measured)
+        return measured, probed, [self._costs_of(source, name, each) for name, each in probed.items()], refused
+
+    def _probe_prefixes(
+        self, source: SampleSource, measured: Probe
+    ) -> tuple[dict[str, Probed], tuple[str, str] | None]:
         # Up to the first that must not be cached: if it is random, all longer ones are.
         wishes, num_samples = self._wishes, len(source.payload_bytes_N)
-        indices, payload_of = probed_indices(num_samples), self._measured.payload_of
+        indices, payload_of = probed_indices(num_samples), measured.payload_of
         if wishes.prefixes:
-            payload_of |= self._measured.read([index for index in indices if index not in payload_of])
+            payload_of |= measured.read([index for index in indices if index not in payload_of])
         num_parts = 1 if isinstance(source, FileSource) else None
 
         def read(index: int) -> tuple[Any, ...]:
@@ -118,9 +135,8 @@ class FormatChoice:
                     raise random_prefix("a data set that gives another item when it is read again")
                 found[name] = probe(Prefix(parts.prefix), read, self._encoded, num_samples, wishes.version)
             except ConfigError as error:
-                logger.info("form='auto' leaves out %r and what is longer: %s", name, error)
-                break
-        return found
+                return found, (name, str(error))
+        return found, None
 
     def _costs_of(self, source: SampleSource, name: str, probed: Probed) -> PrefixCosts:
         own = None if isinstance(source, FileSource) else self._wishes.decode

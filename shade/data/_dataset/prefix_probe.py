@@ -25,9 +25,9 @@ import numpy as np
 import torch
 import xxhash
 
-from shade.data._dataset import item_codec
 from shade.data._dataset.code_digest import CodeDigest, is_own, library_of
 from shade.data._dataset.prefix import NAMEABLE, STABLE, Prefix, naming, random_prefix
+from shade.data._source import item_codec
 from shade.data._transforms.randomness import generator_states, kept_generators, set_generators
 from shade.errors import ConfigError, CorruptEntryError
 

@@ -9,6 +9,7 @@ Invariant: a sample is what the prefix makes of the data set's item, whether it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,21 +18,22 @@ from PIL import Image
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
-from shade.data._dataset import item_codec
-from shade.data._dataset.content import content_digest
 from shade.data._dataset.prefix import Prefix, Step
 from shade.data._dataset.prefix_probe import Probed, probe
-from shade.data._dataset.source import (
+from shade.data._source import item_codec
+from shade.data._source.content import content_digest
+from shade.data._source.probe_worker import in_probe_worker
+from shade.data._source.rows_in_memory import RowsInMemory
+from shade.data._source.source import (
     CountOrigin,
     FileSource,
     ItemSource,
     PreparedSource,
     SampleSource,
     class_targets,
-    file_source_of,
-    own_source_of,
     read_nearest,
 )
+from shade.data._source.source_choice import file_source_of, own_source_of
 from shade.errors import BadSampleError
 
 
@@ -69,6 +71,7 @@ class PrefixedSource(ItemSource, PreparedSource):
         self._prefix = prefix
         self._encode, self._decode_item = encode, decode_item
         self._before, self._dataset = source, dataset if source is None else None
+        self._rows = RowsInMemory(dataset) if version is None and source is None else None
         self._files = files = source if isinstance(source, FileSource) else None
         self.has_encoded_items = files is None and decode_item is item_codec.decode
         num_samples = len(dataset) if source is None else len(source.payload_bytes_N)
@@ -76,7 +79,9 @@ class PrefixedSource(ItemSource, PreparedSource):
         content = content_digest(dataset, version) if source is None else source.fingerprint
         self.num_probes = 0 if self._before is None else self._before.num_probes
         self.probe_bytes = 0 if self._before is None else self._before.probe_bytes
-        probed = probed or probe(prefix, self._probed_item, self._encoded, num_samples, version)
+        if probed is None:
+            work = partial(self._probe_prefix, num_samples, version)
+            probed, self.num_probes, self.probe_bytes = in_probe_worker(work, dataset)
         self.fingerprint = xxhash.xxh3_64_hexdigest(f"{content} {probed.fingerprint}".encode())
         # Sizes of results are not known before they are made, so the largest probed one stands for all.
         self.payload_bytes_N = np.full(num_samples, max(map(len, probed.payloads)), dtype=np.int64)
@@ -88,6 +93,10 @@ class PrefixedSource(ItemSource, PreparedSource):
     def shards(self) -> Any:
         """Returns the `shade.Shards` that it reads; None for other data sets."""
         return getattr(self._before, "shards", None)
+
+    def _probe_prefix(self, num_samples: int, version: str | None) -> tuple[Probed, int, int]:
+        probed = probe(self._prefix, self._probed_item, self._encoded, num_samples, version)
+        return probed, self.num_probes, self.probe_bytes
 
     def _probed_item(self, index: int) -> tuple[Any, ...]:
         (item,) = self.read_many([index], self._count_probe)
@@ -108,11 +117,15 @@ class PrefixedSource(ItemSource, PreparedSource):
         return super().name_of(index) if self._before is None else self._before.name_of(index)
 
     @override
+    def changed_among(self, indices: list[int]) -> set[int]:
+        return super().changed_among(indices) if self._before is None else self._before.changed_among(indices)
+
+    @override
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """Reads items before the prefix, as tuples; `prepared` passes and encodes them."""
         if self._before is not None:
             return [*map(self._decoded, indices, read_nearest(self._before, indices, count)[0])]
-        items = [self._item(index) for index in indices]
+        items = [*map(self._checked, indices, self._items(indices))]
         read = [item for item in items if not isinstance(item, Exception)]
         count(len(read), sum(map(_num_bytes, read)))
         return items
@@ -126,11 +139,9 @@ class PrefixedSource(ItemSource, PreparedSource):
         # A file's class is known without a read, and so is not cached.
         return item if self._files is None else item[:1]
 
-    def _item(self, index: int) -> Any:
-        try:
-            item = self._dataset[index]
-        except Exception as error:  # noqa: BLE001 - the user's code; it comes out in decode, with the sample's name
-            return error
+    def _checked(self, index: int, item: Any) -> Any:
+        if isinstance(item, Exception):
+            return item
         self._check_item(index, item)
         return item if isinstance(item, tuple) else (item,)
 
@@ -189,7 +200,7 @@ def prefixed_source_of(
     """Returns the source that caches what a prefix makes of a data set's samples.
 
     ``source`` has the samples before the prefix, if there is one already. Other arguments and errors are as for
-    `shade.data._dataset.source.source_of`, and as for `PrefixedSource`.
+    `shade.data._source.source_choice.source_of`, and as for `PrefixedSource`.
     """
     if source is None:
         files = file_source_of(dataset, encode, decode, skips_missing=skips_missing)

@@ -142,7 +142,7 @@ class EpochProgress:
             # A sampler that is not ours cannot begin in the middle: its order is drawn again, from the generator's
             # state at the first draw, and the batches that training had are left out.
             now = self._of_order.get_state()
-            mine.order = now if resume is None else resume["order"]
+            (mine.order,) = (now,) if resume is None else resume["order"]
             self._of_order.set_state(mine.order)
             iterator = iter(batches)
             first = next(iterator, None)
@@ -168,6 +168,11 @@ class EpochProgress:
         self.wait_seconds += waited_seconds
         self.current = mine
 
+    def count_step(self) -> None:
+        """Hears that training has done a step."""
+        if self._sampler is not None:
+            self._sampler.count_step()
+
     def end(self, mine: LoaderPass) -> None:
         """Ends the epoch, after training has got the last batch."""
         mine.before, mine.resume, mine.is_live = None, None, False
@@ -189,18 +194,22 @@ class EpochProgress:
             if self._resume is not None:
                 return dict(self._resume)
             now = self._of_order.get_state()
+            order = now if mine.is_live and mine.order is None else mine.order
+            is_between = not mine.is_live and self._of_order is not default_generator
+            # In tuples, which torch.distributed.checkpoint takes as a whole, empty or not.
             return {
                 "batches": mine.num_batches,
                 "batch_size": self._batch_size,
-                "order": now if mine.is_live and mine.order is None else mine.order,
+                "order": () if order is None else (order,),
                 "seed": mine.seed,
                 "sampler": None,
-                "generator": None if mine.is_live or self._of_order is default_generator else now,
+                "generator": (now,) if is_between else (),
             }
         sampler = self._sampler.state_dict()
-        if mine.epoch == self._sampler.epoch:
+        # The sampler's place is that of the pass that began last; another may have given the last batch.
+        if mine is not self.begun and mine.epoch == self._sampler.epoch:
             sampler["steps_done"] = mine.first_step + mine.num_batches
-        return {"batches": 0, "order": None, "seed": mine.seed, "sampler": sampler}
+        return {"batches": 0, "order": (), "seed": mine.seed, "sampler": sampler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the loader's state. Raises ConfigError if it belongs to another kind of sampler."""
@@ -213,9 +222,9 @@ class EpochProgress:
         if self._sampler is None and state["batch_size"] != self._batch_size:
             expected = f"batch_size={state['batch_size']}, as in the saved run"
             raise ConfigError.of(expected, self._batch_size, "resume with that one")
-        self._resume = dict(state) if state["order"] is not None or self._sampler is not None else None
-        if self._sampler is None and state["generator"] is not None:
-            self._of_order.set_state(state["generator"])
+        self._resume = dict(state) if state["order"] or self._sampler is not None else None
+        if self._sampler is None and state["generator"]:
+            self._of_order.set_state(*state["generator"])
         self.current, self.begun.resume = LoaderPass(seed=state["seed"], is_live=False), None
         if self._sampler is not None:
             self._sampler.load_state_dict(state["sampler"])
@@ -456,6 +465,10 @@ class ShadeLoader(DataLoader[Any]):
         waits = {"wait_seconds": self._progress.wait_seconds, "epoch_wait_seconds": self._progress.current.wait_seconds}
         return self.dataset.stats() | waits  # type: ignore[attr-defined,no-any-return]
 
+    def count_step(self) -> None:
+        """Says that a step of training is done, in a loop that does not report; a `Checkpointer` does."""
+        self._progress.count_step()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the sampler's state, and how many batches of this epoch training has got. Call it between steps."""
         return self._progress.state_dict() | {"num_workers": self.num_workers}
@@ -511,7 +524,7 @@ class _ThreadEpoch:
     ) -> None:
         self._pipeline, self._order, self._timeout_seconds, self._finish = pipeline, order, timeout_seconds, finish
         # Threads hold the pipeline and not this epoch, so leaving it early, a Ctrl-C and dropping the loader end them.
-        self._close = weakref.finalize(self, _close, pipeline, closed)
+        self._close = weakref.finalize(self, _close, pipeline, closed, os.getpid())
         self._jobs: deque[Job] = deque()
         for _ in range(depth):
             self._submit()
@@ -540,9 +553,11 @@ class _ThreadEpoch:
         return self._finish(batch)
 
 
-def _close(pipeline: LoaderPipeline, closed: Callable[[], None]) -> None:
-    pipeline.close()
-    closed()
+def _close(pipeline: LoaderPipeline, closed: Callable[[], None], process: int) -> None:
+    # A child's copies of the queues may be locked by threads that it does not have.
+    if process == os.getpid():
+        pipeline.close()
+        closed()
 
 
 class _CountedBatches:

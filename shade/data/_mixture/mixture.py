@@ -15,6 +15,7 @@ Legend: S sources · B batch of one rank · G global batch · L length of a sequ
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from shade.data._sampler.settings import check_world
 from shade.data._sampler.usage import UsageWarnings
 from shade.errors import ConfigError
 from shade.importance import ScoreMerger
-from shade.rank_group import ranks_of
+from shade.rank_group import check_alike, current_group, ranks_of
 from shade.sampling import num_steps, rank_slice
 from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
 from shade.types import Floats, Indices
@@ -132,6 +133,9 @@ class MixtureSampler(Sampler[PackedSequence]):
             "window": window,
         }
         self._check(distributed)
+        if distributed:
+            with closing(current_group("the sampler's arguments")) as group:
+                check_alike(group, {"batch_size": batch_size} | self._settings)
         self._weight_S = [float(weights[name]) for name in self._names]
         self.num_steps = num_steps(round_sequences, self.global_batch)
         """Steps of a round."""
@@ -142,7 +146,7 @@ class MixtureSampler(Sampler[PackedSequence]):
         self._merger: ScoreMerger | None = None
         if self.num_replicas == 1 or distributed:
             self._merger = ScoreMerger(self._losses, 2 * len(self._names))
-        self.place = Place(UsageWarnings(), counts_all=True)
+        self.place = Place(UsageWarnings(), batch_size, counts_all=True)
         """Where training is in the stream; its epoch is the round."""
         self.receipts: list[MixtureReceipt] = []
         """Receipts of the rounds that this process has begun."""
@@ -204,6 +208,10 @@ class MixtureSampler(Sampler[PackedSequence]):
         sums = [(points * mask).sum() for mask in masks] + [mask.sum() for mask in masks]
         report = torch.stack(sums)
         self._merger.report(report, torch.zeros(len(report), device=report.device))
+
+    def count_step(self) -> None:
+        """Says that a step of training is done, in a loop that does not report; a `Checkpointer` does."""
+        self.place.count_step()
 
     @property
     def steps_done(self) -> int:

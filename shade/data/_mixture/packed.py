@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch.utils.data import Dataset
 
+from shade.data._source.probe_worker import in_probe_worker
 from shade.errors import ConfigError
 from shade.sampling.packing import PackedSequence
 from shade.types import Indices
@@ -79,9 +80,12 @@ class _Items:
         self._name, self._dataset = name, dataset
         # A ShadeDataset is recognised by its method, because the layers forbid the import.
         self.cached = dataset if hasattr(dataset, "check_forecast") else None
-        count, step = len(dataset), _READ_AT_ONCE
+        self.length_N = in_probe_worker(self._lengths, dataset)
+
+    def _lengths(self) -> Indices:
+        count, step = len(self._dataset), _READ_AT_ONCE
         parts = (self._items(range(first, min(first + step, count))) for first in range(0, count, step))
-        self.length_N = np.array([len(item) for part in parts for item in part], dtype=np.int64)
+        return np.array([len(item) for part in parts for item in part], dtype=np.int64)
 
     def read_many(self, ranges: Sequence[tuple[int, int, int]]) -> list[Indices]:
         documents = list(dict.fromkeys(document for document, _, _ in ranges))
@@ -98,7 +102,8 @@ class _Items:
 
     def _items(self, documents: Sequence[int]) -> list[Indices]:
         if self.cached is None:
-            items = [self._dataset[document] for document in documents]
+            together = getattr(self._dataset, "__getitems__", None)
+            items = together(list(documents)) if together else [self._dataset[document] for document in documents]
         else:
             items = [self._without_index(*found) for found in self.cached.__getitems__(list(documents))]
         return list(map(self._tokens, documents, items))
@@ -111,7 +116,20 @@ class _Items:
         return found[0]
 
     def _tokens(self, document: int, item: Any) -> Indices:
-        item = torch.as_tensor(item)
+        try:
+            item = torch.as_tensor(item)
+        except (TypeError, ValueError, RuntimeError) as error:
+            got, cure = (
+                f"{type(item).__name__} at {document}",
+                "wrap the data set so that an item is its token ids alone",
+            )
+            if isinstance(item, Mapping) and item:
+                got = f"a dict of {', '.join(map(str, item))} at {document}"
+                name = "input_ids" if "input_ids" in item else next(iter(item))
+                cure = f"name the column: dataset[{name!r}] of Hugging Face; or {cure}"
+            raise ConfigError.of(f"1-D integer tensors as the items of {self._name!r}", got, cure) from error
+        # Torch takes an empty list for one of floats.
+        item = item.to(torch.int64) if item.shape == (0,) else item
         if item.ndim != 1 or item.is_floating_point() or item.is_complex() or item.dtype == torch.bool:
             raise ConfigError.of(
                 f"1-D integer tensors as the items of {self._name!r}",

@@ -11,6 +11,7 @@ lock is held while it runs.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -114,7 +115,7 @@ class ReadPool:
         self._waiting: deque[tuple[_ReadBatch, int, Callable[[], Result], int]] = deque()
         self._threads: list[threading.Thread] = []
         self._running = self._bytes = 0
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
 
     def run(self, reads: Sequence[Callable[[], Result]], sizes: Sequence[int]) -> list[Result]:
         """Runs reads of some expected sizes, each of which returns what it read or the error that it met, and returns
@@ -183,7 +184,10 @@ class ReadPool:
             thread.start()
 
     def close(self) -> None:
-        """Ends the threads; waiting callers get `StoreClosedError`. Safe to call twice."""
+        """Ends the threads; waiting callers get `StoreClosedError`. Safe to call twice, and in a child."""
+        # A child's copy of the lock may be held by a thread that it does not have.
+        if self._pid != os.getpid():
+            return
         with self._wake:
             self._closed = True
             for mine, *_ in self._waiting:

@@ -3,19 +3,27 @@
 Login, region and endpoint come from where fsspec and the service's library look for them. A file's entry carries the
 version that the server reports (ETag, else time and size), so a data set that changed is another data set.
 
-Errors that may pass are retried twice; a missing or forbidden file is not. An object in S3 is read through a URL that
-s3fs signs (decision 0054).
+A server that is busy (429, 503 …) or silent is asked again, for `PATIENCE_SECONDS`: no sample takes the place of one
+that is only late. Other errors are retried twice; a missing or forbidden file is not. An object in S3 is read through a
+URL that s3fs signs (decision 0054).
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import itertools
 import logging
+import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from functools import partial
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.asyn import sync
@@ -25,16 +33,30 @@ from shade.data._origin.origin import ByteRange, FileOrRange, Origin
 from shade.data._origin.read_pool import MOST
 from shade.errors import ConfigError, DataError, shown_url, without_login
 from shade.installation import install_hint
+from shade.process import keep_fsspec_from_forks
 
 logger = logging.getLogger("shade.data")
 
-
-PAUSES_SECONDS = (0.1, 0.5)
+T = TypeVar("T")
+PATIENCE_SECONDS = 120.0
+"""How long a server that is busy or silent is asked again for one file."""
+PAUSES_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Between the requests for one file; the last one again and again."""
+_RETRIES = 2
+"""Of errors that nobody knows to pass."""
+_SAID_SECONDS = 60.0
+"""A server's trouble is said once in so long, by each process."""
+_BUSY = (408, 425, 429, 500, 502, 503, 504)
+_SILENT = (TimeoutError, asyncio.TimeoutError, ConnectionError)
+_SILENT_OF_LIBRARIES = ("ClientConnectionError", "ClientPayloadError", "ConnectError", "ConnectionError", "ReadTimeout")
+_BUSY_ERRNOS = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))
+"""What s3fs makes of SlowDown, ServiceUnavailable and InternalError."""
 _ASKERS = 32
 _CHECKSUMS = ("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum")
 _VERSIONS = (*_CHECKSUMS, "Last-Modified", "LastModified", "last_modified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, TypeError)
-_SIGNED_SCHEMES = ("s3", "s3a")
+_SIGNING = "s3fs"
+"""The library that signs; another file system may be registered for ``s3://``, with options of its own."""
 _SIGNED_SECONDS = 3600
 """How long a signed URL can be used; it is used once, at once, but the clocks of two machines differ."""
 _SIGNATURE = {"signature_version": "s3v4"}
@@ -61,11 +83,13 @@ def is_url(path: str) -> bool:
 def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     """Opens fsspec's file system for a URL with fsspec's options, such as ``endpoint_url``; raises ConfigError if
     fsspec knows no such scheme, or its library is not installed."""
+    keep_fsspec_from_forks()
     scheme = url.partition("://")[0]
     try:
         return fsspec.filesystem(scheme, **options)
     except (ImportError, ValueError) as error:
-        cure = f"install the library of {scheme}:// (for s3: {install_hint('s3')}): {error}"
+        extra = "http" if scheme.startswith("http") else "s3"
+        cure = f"install the library of {scheme}:// (for {extra}: {install_hint(extra)}): {error}"
         raise ConfigError.of("a URL that fsspec understands", shown_url(url), cure) from error
 
 
@@ -96,25 +120,30 @@ class UrlOrigin(Origin):
         return {"options": self.options, "num_threads": self.num_threads}
 
     @override
+    def read_many(self, paths: Sequence[FileOrRange], sizes: Sequence[int] | None = None) -> list[bytes | OSError]:
+        """Reads as `Origin.read_many` does; raises DataError if the server stays busy or silent."""
+        results = super().read_many(paths, sizes)
+        for late in (result for result in results if isinstance(result, UnansweredError)):
+            cure = "wait until it is well, and resume from the last checkpoint; no other sample takes its place"
+            raise DataError(f"{late}; {cure}") from late
+        return results
+
+    @override
     def _content(self, path: FileOrRange) -> bytes:
         url, start, stop = path if isinstance(path, ByteRange) else (path, None, None)
-        # None marks the last attempt, which raises.
-        for pause in (*PAUSES_SECONDS, None):
-            try:
-                content = self._once(url, start, stop)
-                if stop is not None and start is not None and len(content) != stop - start:
-                    raise OSError(
-                        f"{shown_url(url)} gave {len(content)} bytes for the range {start} … {stop}; it has become "
-                        "shorter, or its server knows no ranges"
-                    )
-                return content
-            except _FINAL as error:
-                raise _as_os_error(error) from error
-            except Exception as error:
-                if pause is None:
-                    raise _as_os_error(error) from error
-                time.sleep(pause)
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            return patiently(partial(self._whole, url, start, stop), url)
+        except Exception as error:
+            raise _as_os_error(error) from error
+
+    def _whole(self, url: str, start: int | None, stop: int | None) -> bytes:
+        content = self._once(url, start, stop)
+        if stop is not None and start is not None and len(content) != stop - start:
+            raise OSError(
+                f"{shown_url(url)} gave {len(content)} bytes for the range {start} … {stop}; it has become "
+                "shorter, or its server knows no ranges"
+            )
+        return content
 
     def _once(self, url: str, start: int | None, stop: int | None) -> bytes:
         file_system, web = self._opened(url), self._web
@@ -125,7 +154,10 @@ class UrlOrigin(Origin):
                 content = bytes(sync(file_system.loop, _read_signed, file_system, web, url, start, stop))
                 self._has_signed = True
                 return content
-            except Exception as error:  # noqa: BLE001 - the way below says what is wrong, if anything is
+            except Exception as error:
+                if _status_of(error) in (429, 503):
+                    raise
+                # The way below says what is wrong, if anything is.
                 logger.debug("%s could not be read through a signed URL: %s", shown_url(url), type(error).__name__)
         content = bytes(file_system.cat_file(url, start=start, end=stop))
         # Where no signed URL ever worked and this did, the next one will not work either.
@@ -136,33 +168,131 @@ class UrlOrigin(Origin):
     def _opened(self, url: str) -> Any:
         with self._opening:
             if self._file_system is None:
-                options, is_signed = self.options, url.partition("://")[0] in _SIGNED_SCHEMES
-                if is_signed:
-                    options = options | {"config_kwargs": _SIGNATURE | options.get("config_kwargs", {})}
-                self._file_system = open_file_system(url, options)
-                if is_signed:
+                self._file_system = open_file_system(url, self.options)
+                if type(self._file_system).__module__.partition(".")[0] == _SIGNING:
+                    signature = {"config_kwargs": _SIGNATURE | self.options.get("config_kwargs", {})}
+                    self._file_system = open_file_system(url, self.options | signature)
                     self._web = fsspec.filesystem("http", encoded=True, client_kwargs=_AS_BOTOCORE)
             return self._file_system
+
+
+class UnansweredError(OSError):
+    """A server stayed busy or silent for `PATIENCE_SECONDS`."""
+
+
+def patiently(ask: Callable[[], T], url: str, *, is_known: bool = True) -> T:
+    """Returns what a request returns. It is repeated while the server is busy and, if it ``is_known`` to be there,
+    while it is silent; then `UnansweredError` is raised. Other errors are raised after two retries."""
+    begun = time.monotonic()
+    for attempt in itertools.count():
+        try:
+            return ask()
+        except Exception as error:
+            is_busy, is_silent = _is_busy(error), _is_silent(error)
+            if not (is_busy or is_silent) and (isinstance(error, _FINAL) or attempt >= _RETRIES):
+                raise
+            left = begun + PATIENCE_SECONDS - time.monotonic()
+            cause = list(_chain(error))[-1]
+            words = without_login(f"{type(cause).__name__}: {cause}", url)
+            if left <= 0 or (is_silent and not is_known and attempt >= _RETRIES):
+                got = f"for {time.monotonic() - begun:.1f} s {words}"
+                raise UnansweredError(f"expected {shown_url(url)} to be served, got {got}") from None
+            pause = PAUSES_SECONDS[min(attempt, len(PAUSES_SECONDS) - 1)]
+            if pause >= 1:
+                _say_once_a_minute(url, words)
+            # Not the script's own random numbers. Else all workers of all ranks would come back at the same moment.
+            pause *= random.SystemRandom().uniform(0.5, 1.0)
+            time.sleep(max(0.0, min(left, max(pause, _wanted_pause(error)))))
+    raise AssertionError("the loop ends by itself")
+
+
+_said: dict[str, float] = {}
+
+
+def _say_once_a_minute(url: str, words: str) -> None:
+    host, now = shown_url(url).partition("://")[2].partition("/")[0], time.monotonic()
+    if now - _said.get(host, -_SAID_SECONDS) >= _SAID_SECONDS:
+        _said[host] = now
+        logger.warning("%s is busy or silent (%s); it is asked again for %g s", host, words, PATIENCE_SECONDS)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and its causes: fsspec takes a busy web server's file for one that is not there."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _status_of(error: BaseException) -> int | None:
+    """Returns the status with which a server refused a request, as the libraries of fsspec say it; None if it did
+    not."""
+    for each in _chain(error):
+        response = getattr(each, "response", None)
+        if isinstance(response, Mapping):  # botocore's
+            response = response.get("ResponseMetadata", {})
+            return response.get("HTTPStatusCode") if isinstance(response, Mapping) else None
+        for place, name in itertools.product((each, response), ("status", "status_code", "code")):
+            status = getattr(place, name, None)
+            if isinstance(status, int) and 400 <= status < 600:
+                return status
+    return None
+
+
+def _is_busy(error: BaseException) -> bool:
+    status = _status_of(error)
+    if status is not None:
+        return status in _BUSY
+    return any(isinstance(each, OSError) and each.errno in _BUSY_ERRNOS for each in _chain(error))
+
+
+def _is_silent(error: BaseException) -> bool:
+    if _status_of(error) is not None:
+        return False
+    names = {kind.__name__ for each in _chain(error) for kind in type(each).__mro__}
+    return any(isinstance(each, _SILENT) for each in _chain(error)) or not names.isdisjoint(_SILENT_OF_LIBRARIES)
+
+
+def _wanted_pause(error: BaseException) -> float:
+    """Returns the seconds that a server asks to be left alone (``Retry-After``), 0 if it does not say."""
+    for each in _chain(error):
+        headers = getattr(each, "headers", None) or getattr(getattr(each, "response", None), "headers", None) or {}
+        text = headers.get("Retry-After") if isinstance(headers, Mapping) else None
+        if text:
+            try:
+                return float(text) if text.isdecimal() else _seconds_until(text)
+            except ValueError:
+                return 0.0
+    return 0.0
+
+
+def _seconds_until(date: str) -> float:
+    when = parsedate_to_datetime(date)
+    return (when.replace(tzinfo=when.tzinfo or timezone.utc) - datetime.now(timezone.utc)).total_seconds()
 
 
 def _as_os_error(error: Exception) -> OSError:
     return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
 
-def describe_many(urls: Sequence[str], options: Mapping[str, Any], *, skips_missing: bool = False) -> list[Entry]:
-    """Asks the server about files of one scheme, many at a time; returns an entry each, in order. Raises DataError if a
-    file is missing, unless ``skips_missing`` gives it an empty entry, or the server does not report its length, and
-    ConfigError as `open_file_system`."""
+def describe_many(
+    urls: Sequence[str], options: Mapping[str, Any], *, skips_missing: bool = False, is_known: bool = False
+) -> list[Entry]:
+    """Asks the server about files of one scheme, many at a time; returns an entry each, in order. A silent server is
+    asked again if it ``is_known`` to be there. Raises DataError if a file is missing, unless ``skips_missing`` gives it
+    an empty entry, or the server does not report its length, and ConfigError as `open_file_system`."""
     file_system = open_file_system(urls[0], options)
 
     def describe(url: str) -> Entry:
         try:
-            return entry_of(url, file_system.info(url))
+            return entry_of(url, patiently(partial(file_system.info, url), url, is_known=is_known))
         except Exception as error:
             if isinstance(error, DataError):
                 raise
             if skips_missing and isinstance(error, FileNotFoundError):
                 return Entry(url, 0, "missing")
+            if isinstance(error, UnansweredError):
+                raise DataError(f"{error}; begin again when its server is well") from None
             words = without_login(str(error), url)
             raise DataError.of(f"to read {shown_url(url)}", words, "restore it or list the folder again") from None
 
@@ -179,15 +309,29 @@ def entry_of(url: str, info: Mapping[str, Any]) -> Entry:
     return Entry(url, int(info["size"]), version)
 
 
+def list_folder(url: str, options: Mapping[str, Any]) -> list[str]:
+    """Lists what lies directly in a folder, folders with a slash at the end; raises as `list_files`."""
+    file_system = open_file_system(url, options)
+    try:
+        found = file_system.ls(url, detail=True)
+    except Exception as error:  # noqa: BLE001 - each library raises its own, whose message may show the login
+        raise _not_listed(url, error) from None
+    ends = ["/" if each["type"] == "directory" else "" for each in found]
+    return [file_system.unstrip_protocol(each["name"].rstrip("/")) + end for each, end in zip(found, ends, strict=True)]
+
+
+def _not_listed(url: str, error: Exception) -> DataError:
+    return DataError.of(f"to list {shown_url(url)}", without_login(str(error), url), "check the URL and the login")
+
+
 def list_files(url: str, options: Mapping[str, Any]) -> list[Entry]:
     """Lists all files below a URL, in the order of their names, without the folders' own entries. Raises DataError if
     there are none or they cannot be listed, and ConfigError as `open_file_system`."""
     file_system = open_file_system(url, options)
     try:
-        found = file_system.find(url, detail=True)
+        found = patiently(partial(file_system.find, url, detail=True), url, is_known=False)
     except Exception as error:  # noqa: BLE001 - each library raises its own, whose message may show the login
-        words = without_login(str(error), url)
-        raise DataError.of(f"to list {shown_url(url)}", words, "check the URL and the login") from None
+        raise _not_listed(url, error) from None
     infos = {file_system.unstrip_protocol(name): info for name, info in sorted(found.items())}
     if not infos:
         raise DataError.of("files below a URL", shown_url(url), "check it; a web server has to list its folders")

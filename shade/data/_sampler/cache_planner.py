@@ -25,7 +25,8 @@ from shade.data._sampler.locality import Locality
 from shade.errors import ConfigError, StoreError
 from shade.policy import POLICIES
 from shade.policy.base import EpochPlan
-from shade.rank_group import RankGroup, agreed_name
+from shade.process import this_machine
+from shade.rank_group import RankGroup, agreed_name, check_alike
 from shade.types import Bools, Floats, Indices, Order
 
 logger = logging.getLogger("shade.data")
@@ -82,8 +83,11 @@ class CachePlanner:
         self._plans_exactly = policy_class.needs_next_order
         self._group = group
         self._check_same_data()
+        self._share_server()
         # Ranks that see different disks plan none of them: each disk keeps what its ranks read until it is full.
         self._is_one_store = cache.store.medium != "disk" or len(set(self._digests(cache.store.identity()))) == 1
+        if self._is_one_store:
+            check_alike(group, {"policy": policy, "capacity of the cache in bytes": cache.capacity_bytes})
         if cache.disk is not None:
             self._disk = CachePlanner(cache.disk, "plan", True, rank, num_replicas, group, global_batch=global_batch)
         self._coordinated: CoordinatedRead | None = None
@@ -131,6 +135,33 @@ class CachePlanner:
                 names,
                 "mount one copy, or copy with times kept (cp -p, rsync -t); items must not be random",
             )
+
+    def _share_server(self) -> None:
+        """Makes ranks of one machine, each of which started a server of its own, use that of rank 0. Collective."""
+        store, group = self._cache.store, self._group
+        said = group.gather([store.is_private, store.shared, this_machine(), store.url])
+        if not all(is_shared for _, is_shared, _, _ in said) and group.world_size > 1 and group.rank == 0:
+            logger.warning(
+                "%s keeps what this rank reads for this rank alone, so most planned hits are read from the data set; "
+                "pass cache='local://' on one machine, or start a server for all (shade cache up)",
+                store.url,
+            )
+        if not any(is_private for is_private, *_ in said) or len({url for *_, url in said}) == 1:
+            return
+        reached = all(is_private for is_private, *_ in said) and len({machine for _, _, machine, _ in said}) == 1
+        if reached and group.rank > 0:
+            try:
+                store.use_server_of(said[0][3])
+            except StoreError as error:
+                logger.warning("%s", error)
+                reached = False
+        if not self._all(reached):
+            raise ConfigError.of(
+                "one cache that all ranks reach",
+                sorted({f"{url} on this machine" if machine == this_machine() else url for _, _, machine, url in said}),
+                "start one server (shade cache up) and pass its address on every rank: cache='redis://host:port'",
+            )
+        logger.info("all ranks use the server of rank 0, which ends with it")
 
     def _digests(self, text: str) -> list[str]:
         """Returns a digest of every rank's text. Collective."""
@@ -207,6 +238,10 @@ class CachePlanner:
         self._locality.refresh()
         self._started = True
 
+    def _all(self, flag: bool) -> bool:
+        """Returns whether the flag is set on every rank."""
+        return bool(self._group.gather_fields(np.array([flag], dtype=np.int64)).all())
+
     def _any(self, flag: bool) -> bool:
         """Returns whether the flag is set on any rank."""
         return bool(self._group.gather_fields(np.array([flag], dtype=np.int64)).any())
@@ -261,6 +296,11 @@ class CachePlanner:
         near_G = self._locality.near(index_G)
         cache.post(verdict, index_G, places, self._rank, self._num_replicas, near_G=near_G, ending=ending)
         return index_G[places]
+
+    def leave(self) -> None:
+        """Leaves the cache to the other jobs; waits for a second at most."""
+        if self.sharing is not None:
+            self.sharing.leave()
 
     def close(self) -> None:
         """Leaves the cache to the other jobs. Safe to call twice."""

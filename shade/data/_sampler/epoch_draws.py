@@ -150,7 +150,9 @@ class EpochDraws:
         self._merger.flush()
         kept = [self._made[each] for each in (epoch, epoch + 1) if each in self._made]
         return {
-            "draws": {draw.epoch: self._saved.of(draw) for draw in kept},
+            # In a tuple, which torch.distributed.checkpoint takes as a whole: of a dict it loads the keys that a new
+            # sampler has, which are none.
+            "draws": ({draw.epoch: self._saved.of(draw) for draw in kept},),
             "table": {
                 name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
                 for name, value in self.table.state_dict().items()
@@ -162,7 +164,8 @@ class EpochDraws:
         """Restores a `state_dict`. Raises ConfigError, and changes nothing, if an order does not match its hash or if
         the scores are of another data set or another score."""
         num_samples = self.table.num_samples
-        made = {int(epoch): load_draw(int(epoch), each, num_samples) for epoch, each in state["draws"].items()}
+        (draws,) = state["draws"]
+        made = {int(epoch): load_draw(int(epoch), each, num_samples) for epoch, each in draws.items()}
         self.table.load_state_dict(state["table"])
         self._made, self._accuracies = made, list(state["accuracies"])
 

@@ -89,9 +89,7 @@ class EpochPasses:
     def begin(self, is_placed: bool) -> tuple[int, Iterator[int]]:
         """Begins a pass, when its first index is asked for."""
         place = self._place
-        # Loaders that keep their place begin a new iterator after an ended one. So a pass that was set to the epoch's
-        # end leaves the epoch ended, and the pass after it is the next epoch.
-        if place.is_sought and not is_placed and place.first_step >= self.num_steps:
+        if place.first_step and place.is_over(self.num_steps, is_placed=is_placed):
             place.turn_to(place.epoch + 1)
         is_first = not place.has_begun
         if place.has_trained:
@@ -129,8 +127,8 @@ class EpochPasses:
     def _end_epoch(self) -> None:
         """Warns of calls that the loop has not made in the epochs so far."""
         mode, usage = self._draws.mode, self._usage
-        # A loop that never sets an epoch has them counted.
-        if "set_epoch" not in usage.made:
+        # A loop that never sets an epoch has them counted; a place that was loaded since is where the next pass begins.
+        if "set_epoch" not in usage.made and self._place.has_begun:
             self._place.turn_to(self._place.epoch + 1)
         usage.require("set_epoch")
         if mode.uses_scores:

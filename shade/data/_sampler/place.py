@@ -34,7 +34,17 @@ class LoaderCount:
     def __init__(self, iterator: _BaseDataLoaderIter) -> None:
         # Not the iterator itself, which ends when the loop drops it.
         self._attributes = vars(iterator)
-        self._num_before = iterator._num_yielded
+        num_workers = self._attributes["_num_workers"]
+        if num_workers > 1 and not self._attributes.get("_in_order", True):
+            raise ConfigError.of(
+                "batches in the order in which the sampler deals them, so that a resume knows which are left",
+                f"in_order=False with {num_workers} workers",
+                "leave in_order out of the loader",
+            )
+        self._num_got_before, self._num_asked_before = self._num_received, self._num_sent
+        batches = self._attributes["_index_sampler"]
+        self.batch_size: int | None = 1 if hasattr(batches, "place") else getattr(batches, "batch_size", None)
+        """Samples of a batch; None if the user's own batch sampler decides."""
         self.is_over = False
         """Whether the loop has dropped the pass."""
         # Workers that stay have one iterator for all passes, and a new order in each.
@@ -57,10 +67,66 @@ class LoaderCount:
         return None
 
     def _end(self, _: Any) -> None:
-        self.is_over, self._attributes = True, {"_num_yielded": self._attributes["_num_yielded"]}
+        self.is_over, self._attributes = True, {"_rcvd_idx": self._num_received, "_send_idx": self._num_sent}
+
+    @property
+    def _num_received(self) -> int:
+        # With workers, a batch whose loading failed counts as well: a loop that goes on after the error has left it
+        # out.
+        return int(self._attributes["_rcvd_idx" if "_rcvd_idx" in self._attributes else "_num_yielded"])
+
+    @property
+    def _num_sent(self) -> int:
+        # Without workers, a batch is yielded as soon as it is asked for.
+        return int(self._attributes["_send_idx" if "_send_idx" in self._attributes else "_num_yielded"])
 
     def __call__(self) -> int:
-        return int(self._attributes["_num_yielded"]) - self._num_before
+        return self._num_received - self._num_got_before
+
+    @property
+    def num_asked(self) -> int:
+        """Returns how many batches the iterator has asked for before the one that it is asking for."""
+        return self._num_sent - self._num_asked_before
+
+
+class FetchedAhead:
+    """Finds how many batches a loop that reports nothing has got and not trained on yet, from the steps that it does.
+
+    A loop that fetches L batches ahead has got A + L of them at its first step, and A more at each later one until none
+    is left. One that accumulates gradients has got A at each.
+    """
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        """Batches that the loop has got and not trained on."""
+        self._num_got = self._num_first = self._num_steps = 0
+
+    def is_unclear(self, known: tuple[int, int]) -> bool:
+        """Returns whether the first step alone is known, and may have followed a batch that was fetched ahead."""
+        return self._num_steps == 1 and self._num_first > 1 and known == (0, 0)
+
+    def step(self, num_got: int, is_last: bool, known: tuple[int, int]) -> tuple[int, int]:
+        """Counts a step of training.
+
+        Args:
+            num_got: Batches that the loop has got in the pass.
+            is_last: Whether it has got the last one.
+            known: A and L, as far as they are known.
+
+        Returns:
+            A and L.
+        """
+        new, self._num_got = num_got - self._num_got, num_got
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._num_first = new
+        elif self._num_steps == 2 and not is_last:
+            known = new, max(0, self._num_first - new)
+            self.num_waiting = known[1]
+            return known
+        num_each, num_ahead = known
+        self.num_waiting = min(num_ahead, max(0, self.num_waiting + new - num_each))
+        return known
 
 
 class Pass:
@@ -69,6 +135,7 @@ class Pass:
     Args:
         first_step: Its first step.
         num_steps: Steps of the whole epoch.
+        batch_size: Samples of this rank in a step.
         dealt: Knows of which step a batch is; None if reports do not say which batch they are of.
         count: Counts the batches that the loop has got; None if what asks for the indices is unknown.
         is_first: Whether no pass of the epoch came before it.
@@ -79,6 +146,7 @@ class Pass:
         self,
         first_step: int,
         num_steps: int,
+        batch_size: int,
         dealt: DealtBatches | None,
         count: Callable[[], int] | None,
         *,
@@ -89,11 +157,29 @@ class Pass:
         self.is_first, self.overlaps = is_first, overlaps
         self.num_dealt = 0
         self.has_ended = self.is_reported = False
+        self.is_regrouped = isinstance(count, LoaderCount) and count.batch_size not in (None, batch_size)
+        """Whether the loader's batches are others than the sampler's."""
+        self.ahead = FetchedAhead()
+
+    def deal(self) -> None:
+        """Counts a step whose first index is being asked for."""
+        # Something between sampler and loader holds indices back, leaves some out, repeats them, or makes batches of
+        # another size.
+        if isinstance(self.count, LoaderCount) and self.count.num_asked != self.num_dealt:
+            self.is_regrouped = True
+        self.num_dealt += 1
 
     @property
     def num_got(self) -> int | None:
-        """Returns how many batches the loop has got; None if nothing counts them."""
-        return None if self.count is None else self.count()
+        """Returns how many batches of the sampler the loop has got; None if that is not known."""
+        if self.count is None:
+            return None
+        num_got = self.count()
+        if not self.is_regrouped and num_got <= self.num_dealt:
+            return num_got
+        # What was taken is known where nothing is under way.
+        is_all = self.has_ended and isinstance(self.count, LoaderCount) and num_got == self.count.num_asked
+        return self.num_steps - self.first_step if is_all else None
 
     @property
     def is_under_way(self) -> bool:
@@ -117,7 +203,7 @@ class Pass:
     @property
     def is_uncounted(self) -> bool:
         """Returns whether nothing says how far the loop has come."""
-        return not (self.is_reported or self.has_ended or self.count is not None)
+        return not (self.is_reported or (self.has_ended and not self.is_regrouped)) and self.num_got is None
 
     @property
     def next_step(self) -> int:
@@ -130,11 +216,12 @@ class Place:
 
     Args:
         usage: The calls that the loop makes, and the warnings of those that it leaves out.
+        batch_size: Samples of this rank in a step.
         counts_all: Whether every batch counts: a look at one, too, and a dealt one where nothing counts those that the
             loop gets.
     """
 
-    def __init__(self, usage: UsageWarnings, *, counts_all: bool = False) -> None:
+    def __init__(self, usage: UsageWarnings, batch_size: int, *, counts_all: bool = False) -> None:
         self.epoch = 0
         """The present epoch, or the one that begins next."""
         self.first_step = 0
@@ -145,7 +232,10 @@ class Place:
         """Whether a pass of the present epoch has begun."""
         self.is_sought = False
         """Whether a loader that keeps its own place has set the place of this epoch."""
-        self._usage, self._counts_all = usage, counts_all
+        self._usage, self._batch_size, self._counts_all = usage, batch_size, counts_all
+        self._said: int | None = None
+        self._was_placed = False
+        self._pace = (0, 0)
         self._reported = 0
         self._unlocated: torch.Tensor | None = None
         self._num_passes = self._num_trained = self._num_live = 0
@@ -157,6 +247,27 @@ class Place:
         return self.newest if self.has_begun else None
 
     # ── the place is set ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def say(self, epoch: int) -> None:
+        """Takes the epoch that the loop says it is in."""
+        self._said = epoch
+        if epoch != self.epoch:
+            self.turn_to(epoch)
+
+    def is_over(self, num_steps: int, *, is_placed: bool) -> bool:
+        """Returns whether nothing is left of the present epoch, of so many steps, so that the pass that begins now is
+        of the next one; ``is_placed`` if a loader has set the pass's own iterator to the end."""
+        # Only a place that was loaded or sought lies here.
+        if self.first_step < num_steps:
+            return False
+        was_placed, self._was_placed = self._was_placed, is_placed
+        if self._said in (self.epoch, self.epoch + 1):
+            # The workers of an ended iterator have asked for its end; the loop gets the next one, at the same place.
+            self.has_begun = self.has_begun and not was_placed
+            return self._said != self.epoch
+        # Nothing follows first: a loop that counts epochs itself resumes with the one that was saved. A loader that
+        # kept its place begins a new iterator after an ended one.
+        return self.has_begun or (self.is_sought and not is_placed)
 
     def turn_to(self, epoch: int, first_step: int = 0) -> None:
         """Goes to an epoch, from whose ``first_step`` on training continues."""
@@ -170,7 +281,7 @@ class Place:
 
     def _go_to(self, step: int) -> None:
         self.first_step = self._reported = step
-        self._unlocated, self.has_begun = None, False
+        self._unlocated, self.has_begun, self._was_placed = None, False, False
 
     def rewind(self) -> None:
         """Sets the place before a pass begins: where the present epoch has trained, its beginning."""
@@ -198,7 +309,9 @@ class Place:
         before = self.newest
         overlaps = self._num_live > 0 or (before is not None and before.is_under_way)
         count = LoaderCount.of_caller()
-        self.newest = Pass(self.first_step, num_steps, dealt, count, is_first=is_first, overlaps=overlaps)
+        self.newest = Pass(
+            self.first_step, num_steps, self._batch_size, dealt, count, is_first=is_first, overlaps=overlaps
+        )
         self.has_begun, self._reported, self._unlocated = True, self.first_step, None
         self._num_passes += 1
         # A resume may find that nothing is left of its epoch.
@@ -210,7 +323,8 @@ class Place:
         self._num_live += 1
         try:
             for step in range(mine.first_step, mine.num_steps):
-                mine.num_dealt += mine is self.newest
+                if mine is self.newest:
+                    mine.deal()
                 yield step
         finally:
             self._num_live -= 1
@@ -221,6 +335,14 @@ class Place:
         """Takes the count of the batches that the loop gets in the newest pass, from a loader that knows it."""
         if self.newest is not None:
             self.newest.count = count
+
+    def count_step(self) -> None:
+        """Hears that training has done a step."""
+        mine = self._present
+        num_got = None if mine is None else mine.num_got
+        if mine is not None and num_got is not None:
+            is_last = mine.first_step + num_got >= mine.num_steps
+            self._pace = mine.ahead.step(num_got, is_last, self._pace)
 
     # ── a report ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -288,7 +410,7 @@ class Place:
         num_got = mine.num_dealt if mine.count is None and self._counts_all else mine.num_got
         if num_got is None or (mine.is_dropped and mine.is_look and not self._counts_all):
             return self._reported
-        return min(mine.first_step + num_got, mine.num_steps)
+        return min(mine.first_step + num_got - mine.ahead.num_waiting, mine.num_steps)
 
     @property
     def steps_shown(self) -> int:
@@ -317,8 +439,15 @@ class Place:
         if isinstance(asking, SamplerIterator) and asking.has_begun:
             return asking.place_between_batches()
         mine = self._present
-        if mine is not None and mine.is_uncounted and mine.num_dealt > 1 and not self._counts_all:
+        if (
+            mine is not None
+            and mine.is_uncounted
+            and mine.num_dealt > 1
+            and (mine.is_regrouped or not self._counts_all)
+        ):
             self._usage.warn_of_place(self._reported)
+        if mine is not None and not mine.is_reported and mine.ahead.is_unclear(self._pace):
+            self._usage.warn_of_first_step(self.steps_done)
         return {"steps_done": self.steps_done}
 
 
@@ -358,12 +487,14 @@ class SamplerIterator(Iterator[Any]):
         self._sampler, self._begin = sampler, begin
         self._rest: Iterator[Any] | None = None
         self._num_taken: int | None = None
+        self._epoch: int | None = None
         self._is_placed = False
 
     def __next__(self) -> Any:
         # Not before the first index is asked for: loaders that keep their place make more iterators than they use.
         if self._rest is None:
             self._num_taken, self._rest = self._begin(self._is_placed)
+            self._epoch = self._sampler.place.epoch
         index = next(self._rest)
         assert self._num_taken is not None, "it has begun"
         self._num_taken += 1
@@ -388,14 +519,19 @@ class SamplerIterator(Iterator[Any]):
         """Returns how many indices of this rank's epoch were taken; None before the pass has begun."""
         # Not the steps that are done: torchdata's `StatefulDataLoader`, which asks for this, restores its batches
         # itself.
-        return {"num_taken": self._num_taken, "batch_size": self._sampler.batch_size}
+        # The epoch, because a loop may say the next one before its loader's state is saved.
+        return {
+            "num_taken": self._num_taken,
+            "batch_size": self._sampler.batch_size,
+            "epoch": self._epoch,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to the place of a `state_dict`. Load the sampler's state, which holds the epoch, before.
 
         Raises ConfigError if the place lies inside a batch.
         """
-        if state["num_taken"] is None:
+        if state["num_taken"] is None or state["epoch"] != self._sampler.place.epoch:
             return
         step, is_between = self._step_after(state["num_taken"], state["batch_size"])
         if not is_between:
@@ -403,4 +539,4 @@ class SamplerIterator(Iterator[Any]):
                 "a place between two batches", f"step {step}", "give loader and sampler one batch_size"
             )
         self._sampler.place.seek(step)
-        self._num_taken, self._is_placed = state["num_taken"], True
+        self._num_taken, self._epoch, self._is_placed = state["num_taken"], state["epoch"], True

@@ -15,6 +15,7 @@ Legend: N data set · K drawn in an epoch · B batch of one rank · G global bat
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ from shade.data._sampler.usage import ForgottenCallWarning as ForgottenCallWarni
 from shade.data._sampler.usage import UsageWarnings, check_wrapping
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
-from shade.rank_group import SingleProcessGroup, current_group, ranks_of
+from shade.rank_group import RankGroup, SingleProcessGroup, check_alike, current_group, ranks_of
 from shade.sampling.base import Receipt, is_large
 from shade.types import Floats, Order
 
@@ -115,14 +116,19 @@ class ShadeSampler(DistributedSampler[int]):
             drop_last=drop_last,
             shuffle_window=shuffle_window,
         )
-        self._merger = ScoreMerger(ImportanceTable(self.num_samples, score, made.default_score), batch_size)
         cache: SampleCache | None = getattr(dataset, "cache", None)
         joined = distributed and self.num_replicas > 1
-        talks = joined and (cache is not None or shuffle_window is not None or is_large(self.num_samples))
-        self._group = current_group("the sampler's plans") if talks else SingleProcessGroup()
+        self._group: RankGroup = current_group("the sampler's plans") if joined else SingleProcessGroup()
         """For the training thread; the merger's thread has its own."""
+        own = {"batch_size": batch_size, "epochs": epochs, "score": score, "follow": follow, "cache": cache is not None}
+        check_alike(self._group, own | self._settings)
+        if not (cache is not None or shuffle_window is not None or is_large(self.num_samples)):
+            self._group.close()
+            self._group = SingleProcessGroup()
+        self._merger = ScoreMerger(ImportanceTable(self.num_samples, score, made.default_score), batch_size)
         self._planner: CachePlanner | None = None
         if cache is not None:
+            cache.enter_rank(dataset.source.payload_bytes_N)
             self._planner = CachePlanner(
                 cache,
                 getattr(dataset, "policy", None) or made.default_policy,
@@ -133,6 +139,8 @@ class ShadeSampler(DistributedSampler[int]):
                 global_batch=self.global_batch,
                 follow=follow,
             )
+            # A cell that binds its names anew closes nothing.
+            weakref.finalize(self, self._planner.leave).atexit = False
         elif follow is not None:
             raise ConfigError.of(
                 "a ShadeDataset with a cache, to follow one stream", type(dataset).__name__, "give it one"
@@ -153,7 +161,7 @@ class ShadeSampler(DistributedSampler[int]):
             shared=SharedDraws(self.num_samples, self._group) if joined and is_large(self.num_samples) else None,
         )
         self._usage = UsageWarnings(dataset)
-        self.place = Place(self._usage)
+        self.place = Place(self._usage, batch_size)
         """Where training is in the stream; read by loaders, moved by the calls below."""
         self._passes = EpochPasses(
             self.place,
@@ -172,8 +180,7 @@ class ShadeSampler(DistributedSampler[int]):
         """Sets the next epoch, as with DistributedSampler. After `load_state_dict` the interrupted epoch resumes where
         it stopped; any other starts from its beginning."""
         self._usage.made.add("set_epoch")
-        if epoch != self.place.epoch:
-            self.place.turn_to(epoch)
+        self.place.say(epoch)
 
     @property
     def epoch(self) -> int:
@@ -221,6 +228,10 @@ class ShadeSampler(DistributedSampler[int]):
         located = self.place.locate(indices)
         self._merger.report(indices, losses)
         self.place.reported(located)
+
+    def count_step(self) -> None:
+        """Says that a step of training is done, in a loop that does not report; a `Checkpointer` does."""
+        self.place.count_step()
 
     def report_validation(self, accuracy: float) -> None:
         """Reports the validation accuracy of a finished epoch, the same number on every rank; `pads` follows it."""

@@ -149,8 +149,17 @@ class UsageWarnings:
         self._warn_once(
             "place",
             f"the state says step {step}, because no loss was reported and the sampler does not know what took its "
-            "indices; add the line `sampler.report(indices, losses)`, or load batches with DataLoader, "
-            "StatefulDataLoader or ShadeLoader",
+            "indices; add the line `sampler.report(indices, losses)`, or load batches of the "
+            "sampler's batch_size with DataLoader, StatefulDataLoader or ShadeLoader, and nothing in between",
+        )
+
+    def warn_of_first_step(self, num_got: int) -> None:
+        """Warns of a state after a process's first step, before which the loop had got several batches."""
+        self._warn_once(
+            "first step",
+            f"the state says step {num_got} after the first step of training, because the loop had got that many "
+            "batches and no loss was reported. If the loop fetches ahead of training, add the line "
+            "`sampler.report(indices, losses)`, or save after the second step",
         )
 
     def warn_of_length(self, epoch: int, num_steps: int, num_full: int) -> None:

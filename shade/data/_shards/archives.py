@@ -6,11 +6,14 @@ file are left out, and columns are in lower case: `webdataset`'s rules. A piece 
 file to the end of its last; its headers are parsed again when it is read, and prove that it is the sample that was
 indexed.
 
-An archive with other headers than the common ones of a tar (ustar, with pax or GNU long names) is refused by name.
+A member of a tar whose content lies elsewhere (a link) or in pieces (a sparse file, a file of several volumes) is
+refused when the shard is opened, and so are files of one sample that do not lie side by side: `webdataset` would leave
+them out, or part the sample.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -25,21 +28,49 @@ import numpy as np
 import xxhash
 from typing_extensions import override
 
-from shade.data._dataset import item_codec
 from shade.data._decode.jpeg import decode_rgb
 from shade.data._origin.url_origin import is_url
-from shade.data._shards.index import FORMATS, Columns, Rows, ShardFile, ShardFormat, ShardScan, UnlikeIndexError
+from shade.data._shards.index import (
+    COMPRESSED_BY,
+    FORMATS,
+    Columns,
+    Rows,
+    ShardFile,
+    ShardFormat,
+    ShardScan,
+    UnlikeIndexError,
+)
+from shade.data._source import item_codec
 from shade.errors import ConfigError, DataError, shown_place
 
 KEY: Final = "__key__"
 """The column that holds a sample's name."""
 _NAME: Final = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
 _META: Final = re.compile(r"__[^/]*__($|/)")
+_BESIDE: Final = re.compile(r"__MACOSX/|(.*/)?\._", re.DOTALL)
+"""What macOS keeps beside a file. It would stand between the files of a sample, and part them."""
 _BLOCK: Final = 512
 _FILES: Final = b"07\x00"
+_LINKS: Final = b"12"
 _OTHERS: Final = b"123456"
 """Links, devices and folders, which have no content."""
-_PAX, _GLOBAL, _LONG_NAME, _LONG_LINK = b"xgLK"
+_PAX, _SOLARIS_PAX, _GLOBAL, _LONG_NAME, _LONG_LINK = b"xXgLK"
+_LINK: Final = ("a link", "write the files themselves: tar --dereference --hard-dereference")
+_UNREAD: Final = {
+    b"1": _LINK,
+    b"2": _LINK,
+    b"S": ("sparse", "write the tar without --sparse (-S)"),
+    b"M": ("the rest of one in another volume", "write the tar as one volume"),
+}
+"""By kind of a member: why it is not read, and the cure."""
+
+
+class UnreadMemberError(ValueError):
+    """A tar has a member whose content is not one range of it."""
+
+    def __init__(self, name: str, kind: bytes) -> None:
+        words, self.cure = _UNREAD[kind]
+        super().__init__(f"{name}, which is {words}")
 
 
 class ArchivedFile(NamedTuple):
@@ -74,7 +105,9 @@ DECODERS: Final[Mapping[str, Callable[[bytes], Any]]] = (
 def key_and_column(name: str) -> tuple[str, str] | None:
     """Returns the sample and the column that a file belongs to; None for a file that belongs to none."""
     parted = _NAME.fullmatch(name)
-    return None if parted is None or _META.match(name) else (parted[1], parted[2].lower())
+    if parted is None or _META.match(name) or (("._" in name or "__MACOSX" in name) and _BESIDE.match(name)):
+        return None
+    return parted[1], parted[2].lower()
 
 
 def _proof(key: str) -> int:
@@ -109,6 +142,7 @@ def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator
         stop: Where the tar ends.
 
     Raises:
+        UnreadMemberError: A file of a sample is a link, sparse, or in several volumes.
         ValueError: There is something else than a header.
     """
     first, records = at, dict[str, str]()
@@ -129,14 +163,12 @@ def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator
         if not is_header:
             raise ValueError(f"there is no header at byte {at}")
         begin = at + _BLOCK
-        if kind[0] in (_PAX, _GLOBAL, _LONG_NAME, _LONG_LINK):
+        if kind[0] in (_PAX, _SOLARIS_PAX, _GLOBAL, _LONG_NAME, _LONG_LINK):
             data = bytes(read(begin, min(begin + length, stop)))
-            if kind[0] == _PAX:
+            if kind[0] in (_PAX, _SOLARIS_PAX):
                 records |= _pax(data)
             elif kind[0] == _LONG_NAME:
                 records["path"] = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
-        elif kind[0] in _OTHERS:
-            length, records = 0, {}
         elif kind[0] in _FILES:
             length = int(records.get("size", length))
             name = records.get("path") or _plain_name(header)
@@ -144,12 +176,16 @@ def tar_members(read: Callable[[int, int], Any], at: int, stop: int) -> Iterator
             if name.endswith("/"):
                 length = 0 if kind == b"\0" else length
             elif any(word.startswith("GNU.sparse") for word in records):
-                raise ValueError(f"the file at byte {at} is sparse")
+                raise UnreadMemberError(records.get("GNU.sparse.name", name), b"S")
             else:
                 yield ArchivedFile(name, first, begin, begin + length)
             records = {}
+        # Labels, lists of names and the like have a length that is passed over, as `tarfile` does.
         else:
-            raise ValueError(f"the header at byte {at} is of type {kind!r}")
+            name = records.get("path") or _plain_name(header)
+            if kind in _UNREAD and not (kind[0] in _LINKS and key_and_column(name) is None):
+                raise UnreadMemberError(name, kind)
+            length, records = 0 if kind[0] in _OTHERS else length, {}
         at = begin + -(-length // _BLOCK) * _BLOCK
         # A file begins with the headers that say its name and size.
         if not records:
@@ -184,6 +220,23 @@ def grouped(members: Iterator[ArchivedFile | None], shard: str) -> Iterator[tupl
         yield key, files
 
 
+def side_by_side(
+    samples: Iterator[tuple[str, list[tuple[str, ArchivedFile]]]], shard: str
+) -> Iterator[tuple[str, list[tuple[str, ArchivedFile]]]]:
+    """Yields samples. Raises DataError for one whose files lie in several places, which would be as many samples."""
+    seen = dict[str, frozenset[str]]()
+    same = dict[frozenset[str], frozenset[str]]()  # most samples have the same columns
+    for key, files in samples:
+        columns = frozenset(column for column, _ in files)
+        before = seen.setdefault(key, same.setdefault(columns, columns))
+        # A sample that was written twice is two samples.
+        if before.isdisjoint(columns):
+            got = f"{key}.{min(before)} and {key}.{min(columns)} with others in between"
+            cure = "write the files in the order of their names (tar --sort=name)"
+            raise DataError.of(f"the files of a sample side by side in {shown_place(shard)}", got, cure)
+        yield key, files
+
+
 class ArchiveFormat(ShardFormat):
     """Reads archives: the samples, payloads and decoders that their kinds have in common."""
 
@@ -214,11 +267,13 @@ class TarFormat(ArchiveFormat):
                 yield member
 
         try:
-            for key, files in grouped(members(), name):
+            for key, files in side_by_side(grouped(members(), name), name):
                 starts.append(files[0][1].header)
                 lengths.append(-(-files[-1][1].stop // _BLOCK) * _BLOCK - starts[-1])
                 proofs.append(_proof(key))
                 columns.update(dict.fromkeys(column for column, _ in files))
+        except UnreadMemberError as error:
+            raise DataError.of(f"files in {shown_place(name)} that lie there whole", str(error), error.cure) from error
         except ValueError as error:
             raise _no_tar(file, str(error)) from error
         if not has_end:
@@ -245,8 +300,12 @@ class TarFormat(ArchiveFormat):
 
 def _no_tar(file: ShardFile, words: str) -> DataError:
     name = file.entry.url
-    if file.range(0, min(2, file.entry.num_bytes)) == b"\x1f\x8b":
-        return DataError.of(f"{shown_place(name)} to be a plain tar", "a compressed one", "decompress it: gunzip")
+    begin = file.range(0, min(8, file.entry.num_bytes))
+    for command, mark in COMPRESSED_BY.values():
+        if begin.startswith(mark):
+            return DataError.of(
+                f"{shown_place(name)} to be a plain tar", "a compressed one", f"decompress it: {command}"
+            )
     return DataError.of(f"{shown_place(name)} to be a whole tar", words, "copy it again from where it was written")
 
 
@@ -279,18 +338,18 @@ class ZipFormat(ArchiveFormat):
                 got = f"{info.filename}, " + ("encrypted" if info.flag_bits & 1 else f"method {info.compress_type}")
                 raise DataError.of(f"files in {shown_place(name)} stored or deflated", got, "write the zip anew")
         stops = [*(info.header_offset for info in infos[1:]), end]
-        by_name = {info.filename: info for info in infos}
+        by_place = {info.header_offset: info for info in infos}
         members = (
             ArchivedFile(info.filename, info.header_offset, info.header_offset, stop)
             for info, stop in zip(infos, stops, strict=True)
             if not info.is_dir()
         )
         starts, lengths, proofs, table = [], [], [], []
-        for key, files in grouped(members, name):
+        for key, files in side_by_side(grouped(members, name), name):
             starts.append(files[0][1].header)
             lengths.append(files[-1][1].stop - starts[-1])
             proofs.append(_proof(key))
-            table.append([key, *(_zip_member(column, by_name[member.name]) for column, member in files)])
+            table.append([key, *(_zip_member(column, by_place[member.header]) for column, member in files)])
         columns = dict.fromkeys(str(each[0]) for row in table for each in row[1:])
         return ShardScan.of(starts, lengths, [KEY, *columns], json.dumps(table).encode(), proofs=proofs)
 
@@ -340,8 +399,11 @@ class _Environment:
     def __init__(self, path: str) -> None:
         lmdb = importlib.import_module("lmdb")
         try:
-            self.env = lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False)
+            self.env = lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False, max_dbs=1)
             num_bytes = (self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"]
+        except lmdb.VersionMismatchError as error:
+            cure = "load its dump into a new one: mdb_dump and mdb_load, each of its own version"
+            raise DataError.of(f"{path} to be of this LMDB's version", str(error), cure) from error
         except lmdb.Error as error:
             cure = "copy it again; or close it, if this process has it open elsewhere"
             raise DataError.of(f"{path} to be an LMDB file", str(error), cure) from error
@@ -364,6 +426,10 @@ class _Environment:
         return found
 
 
+_DATABASE_BYTES: Final = 48
+"""LMDB's record of a named database."""
+
+
 @FORMATS.register("lmdb")
 @FORMATS.register("mdb")
 class LMDBFormat(ArchiveFormat):
@@ -372,7 +438,7 @@ class LMDBFormat(ArchiveFormat):
     library, reads, extra = "lmdb", "LMDB", "lmdb"
 
     @override
-    def opened(self, path: str) -> Any:
+    def opened(self, path: str, scan: ShardScan) -> Any:
         return _Environment.of(path)
 
     @override
@@ -382,14 +448,31 @@ class LMDBFormat(ArchiveFormat):
         if is_url(path):
             cure = "copy it to a local disk; LMDB is read through the machine's memory"
             raise ConfigError.of("an LMDB file on this machine", shown_place(path), cure)
-        with _Environment.of(path).env.begin(buffers=True) as transaction:
+        env = _Environment.of(path).env
+        with env.begin(buffers=True) as transaction:
             found = [(bytes(key), len(value)) for key, value in transaction.cursor()]
+        self._check_is_main(env, path, found)
         lengths = np.array([length for _, length in found], dtype=np.int64)
         keys = [key for key, _ in found]
         ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
         # Not where values lie, but in which order.
         starts = np.cumsum(lengths) - lengths
         return ShardScan.of(starts, lengths, [KEY, "value"], ends.tobytes() + b"".join(keys))
+
+    @staticmethod
+    def _check_is_main(env: Any, path: str, found: list[tuple[bytes, int]]) -> None:
+        """Raises DataError for named databases, which the main one lists like samples, and for several values a key."""
+        lmdb = importlib.import_module("lmdb")
+        for key in (key for key, length in found if length == _DATABASE_BYTES):
+            with contextlib.suppress(lmdb.IncompatibleError), env.begin() as transaction:
+                env.open_db(key, transaction, create=False)
+                got = f"the database {key.decode('utf-8', 'replace')!r} in it"
+                cure = "copy its keys and values into the main database of a file of its own"
+                raise DataError.of(f"samples in the main database of {path}", got, cure)
+        with env.begin() as transaction:
+            if env.open_db(None, transaction).flags(transaction)["dupsort"]:
+                cure = "copy them into a file with a key for each"
+                raise DataError.of(f"one value for each key of {path}", "several (MDB_DUPSORT)", cure)
 
     @override
     def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:

@@ -21,6 +21,7 @@ import fcntl
 import glob
 import heapq
 import logging
+import multiprocessing
 import os
 import shutil
 import struct
@@ -37,7 +38,7 @@ import torch
 import xxhash
 
 from shade.cache.entry import FORMAT_ITEM, HEADER_BYTES, seal, unseal
-from shade.errors import ConfigError, CorruptEntryError, StoreError
+from shade.errors import ConfigError, CorruptEntryError, ShadeError, StoreError
 from shade.process import enter_folder, leave_folder, remove_unused
 from shade.sampling.window import BlockUses, block_uses
 from shade.store import StoreURL, open_store
@@ -256,9 +257,10 @@ class ReadAhead:
     Args:
         first_D: int64 (D,), the first sample of each block.
         block_bytes: Mean bytes of a block.
-        bring: Called with the number of a block, in a thread; keeps its samples, and returns whether it had to read
-            them, and whether they stay.
-        drop: Called with the number of a block that does not stay, after its last use; removes its samples.
+        bring: A method that is called with the number of a block, in a thread; keeps its samples, and returns whether
+            it had to read them, and whether they stay. The threads end when its object is collected.
+        drop: A method that is called with the number of a block that does not stay, after its last use; removes its
+            samples.
     """
 
     def __init__(
@@ -268,7 +270,8 @@ class ReadAhead:
         bring: Callable[[int], tuple[bool, bool]],
         drop: Callable[[int], None],
     ) -> None:
-        self._first_D, self._bring, self._drop = first_D, bring, drop
+        self._first_D, self._bring, self._drop = first_D, weakref.WeakMethod(bring), weakref.WeakMethod(drop)
+        weakref.finalize(bring.__self__, self.leave).atexit = False  # type: ignore[attr-defined]
         # Blocks are brought in the training process, whose sampler knows the order; the processes that load batches
         # wait for a block until its shared byte says that it came.
         self._state_tensor_D = torch.zeros(len(first_D), dtype=torch.uint8)
@@ -309,6 +312,10 @@ class ReadAhead:
         index_B = np.asarray(indices, dtype=np.int64)
         block_B = np.searchsorted(self._first_D, index_B, side="right") - 1
         while np.any(self._state_D[block_B] == _COMING):
+            trainer = multiprocessing.parent_process()
+            # Else a worker would outlive a training process that was killed.
+            if trainer is not None and not trainer.is_alive():
+                raise ShadeError("expected the training process, which reads shards ahead, to live; it has ended")
             time.sleep(_WAIT_SECONDS)
         state_B = self._state_D[block_B]
         return index_B[state_B == _HERE].tolist(), index_B[state_B == _CAME].tolist()
@@ -325,7 +332,9 @@ class ReadAhead:
                     held.append((int(uses.last_D[block]), block))
                 else:
                     self._state_D[block] = _UNKNOWN
-                    self._drop(block)
+                    drop = self._drop()
+                    assert drop is not None, "its data set begins a pass"
+                    drop(block)
             self._state_D[self._state_D == _CAME] = _HERE
             self._state_D[self._waiting] = _UNKNOWN
             heapq.heapify(held)
@@ -354,7 +363,8 @@ class ReadAhead:
             with self._wake:
                 while not self._is_closed and not self._waiting and not self._may_drop:
                     self._wake.wait()
-                if self._is_closed:
+                bring, drop = self._bring(), self._drop()
+                if self._is_closed or bring is None or drop is None:
                     return
                 drops = self._may_drop
                 block = heapq.heappop(self._held)[1] if drops else self._waiting.pop(0)
@@ -363,12 +373,14 @@ class ReadAhead:
             state, stays = _UNKNOWN, True
             try:
                 if drops:
-                    self._drop(block)
+                    drop(block)
                     continue
-                came, stays = self._bring(block)
+                came, stays = bring(block)
                 state = _CAME if came else _HERE
             except Exception as error:  # noqa: BLE001 - who wants the sample reads it, and meets the error
                 logger.info("a block was not read ahead: %s", error)
+            finally:
+                del bring, drop
             with self._wake:
                 self._state_D[block] = state
                 if not stays and self._uses is not None:
@@ -378,13 +390,17 @@ class ReadAhead:
     def _may_drop(self) -> bool:
         return bool(self._held) and self._held[0][0] < self._used
 
-    def close(self) -> None:
-        """Ends the threads; what is on its way is not waited for by readers. Safe to call twice."""
+    def leave(self) -> None:
+        """Lets the threads end; what is on its way is not waited for by readers. Does nothing in a child."""
         if self._pid != os.getpid():
             return
         with self._wake:
             self._is_closed = True
             self._state_D[self._state_D == _COMING] = _UNKNOWN
             self._wake.notify_all()
-        for thread in self._threads:
+
+    def close(self) -> None:
+        """Ends the threads. Safe to call twice, and in a child."""
+        self.leave()
+        for thread in self._threads if self._pid == os.getpid() else ():
             thread.join()

@@ -6,8 +6,9 @@ and a piece is a range of a shard. `ShardFormat` finds the pieces of a shard (`S
 a piece's bytes.
 
 Each shard's index is a file of its own, so ranks and jobs that share the folder share the work. It holds what the
-shard's server or file system says of it: the size, and the time or ETag. If that is no longer so, the shard is refused
-by name, in the beginning (`ShardIndex`) and while it is read (`ShardIndex.check`). A damaged index is made again.
+shard's server or file system says of it: the size, and the time or ETag. If that is no longer so while it is read
+(`ShardIndex.check`), the shard is refused by name; in the beginning (`ShardIndex`), it is refused unless its samples
+lie where they lay, as those of a shard that was copied again do. A damaged index is made again.
 
 Price: 12 to 16 bytes a sample of a tar, in memory and on disk. Invariant: a range in the index is one of the shard as
 it was when its index was made, or the shard is refused.
@@ -16,6 +17,7 @@ it was when its index was made, or the shard is refused.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import fcntl
 import glob
 import importlib.util
@@ -32,6 +34,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -40,10 +43,10 @@ import numpy.typing as npt
 import xxhash
 from typing_extensions import override
 
-from shade.data._dataset.content import STAT_THREADS
 from shade.data._origin.origin import ByteRange, Origin
-from shade.data._origin.url_origin import Entry, describe_many, is_url, list_files, open_file_system
+from shade.data._origin.url_origin import Entry, describe_many, is_url, list_folder, open_file_system
 from shade.data._shards.blocks import BLOCK_BYTES, Block
+from shade.data._source.content import STAT_THREADS
 from shade.errors import ConfigError, DataError, shown_place, without_login
 from shade.installation import install_hint
 from shade.process import replacing
@@ -54,7 +57,20 @@ logger = logging.getLogger("shade.data")
 CHECK_SECONDS: Final = 900.0
 """A shard behind a URL is compared with its index again when it is read after so many seconds, because that takes a
 request; a local one at each read."""
-_VERSION: Final = 1
+COMPRESSED_BY: Final = {
+    "gz": ("gunzip", b"\x1f\x8b"),
+    "tgz": ("gunzip", b"\x1f\x8b"),
+    "zst": ("zstd -d", b"\x28\xb5\x2f\xfd"),
+    "zstd": ("zstd -d", b"\x28\xb5\x2f\xfd"),
+    "xz": ("unxz", b"\xfd7zXZ"),
+    "bz2": ("bunzip2", b"BZh"),
+    "lz4": ("lz4 -d", b"\x04\x22\x4d\x18"),
+}
+"""By the end of a compressed shard's name: what decompresses it, and how its content begins."""
+_TABLE_LOGS: Final = ("_delta_log", ".hoodie")
+"""Folders in which a table says which of the files beside them are its rows."""
+_VERSION: Final = 2
+"""Of what the formats find: an index of another version is left alone, and made anew."""
 _MAGIC: Final = b"shade-shard-index"
 _DIGEST: Final = struct.Struct("<Q")
 _SCANNERS: Final = 16
@@ -256,11 +272,11 @@ class ShardFormat(ABC):
         return [scan.span(piece)]
 
     # Asked for each batch.
-    def opened(self, path: str) -> Any:
+    def opened(self, path: str, scan: ShardScan) -> Any:
         """Returns what `payloads` takes instead of ranges, of a local shard that is mapped into memory, else None."""
         return None
 
-    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> Sequence[bytes]:
         """Returns the payloads of some rows of a piece, or of all: what is cached. ``parts`` are `RangeParts`, or what
         `opened` returned. Raises UnlikeIndexError if its bytes are not what the index says."""
         return [bytes(parts.range(*scan.span(piece)))]
@@ -328,17 +344,21 @@ class ShardIndex:
             raise ConfigError.of("a folder for the index that this user may make", folder, cure) from error
         # Ranks begin at different shards, and find the others' work done.
         self._checked = dict.fromkeys(range(len(entries)), time.monotonic())
-        first = os.getpid() % len(entries)
-        order = [*range(first, len(entries)), *range(first)]
+        begin = os.getpid() % len(entries)
+        order = [*range(begin, len(entries)), *range(begin)]
         with ThreadPoolExecutor(min(_SCANNERS, len(entries))) as pool:
             made = pool.map(partial(self._scan, shard_format, origin), order)
             scans = dict(zip(order, made, strict=True))
-        self.scans = [scans[number] for number in range(len(entries))]
+        changed = {shard: before for shard, before in scans.items() if isinstance(before, Entry)}
+        if changed:
+            first = min(changed)
+            raise self._changed(first, changed[first], entries[first], num_changed=len(changed))
+        self.scans = [scan for _, scan in sorted(scans.items(), key=itemgetter(0)) if isinstance(scan, ShardScan)]
         """The pieces of each shard."""
         self.first_samples = [0, *itertools.accumulate(int(scan.rows_P.sum()) for scan in self.scans)]
         """The first sample of each shard, and the number of all samples at the end."""
         self._last_row_P = [
-            None if len(scan.rows_P) == scan.rows_P.sum() else np.cumsum(scan.rows_P) for scan in self.scans
+            None if (scan.rows_P == 1).all() else np.cumsum(scan.rows_P, dtype=np.int64) for scan in self.scans
         ]
         digest = xxhash.xxh3_64(f"{_VERSION} {self._identity or type(shard_format).__name__}".encode())
         for entry in self.entries:
@@ -366,7 +386,9 @@ class ShardIndex:
         """Returns the path of a shard's index."""
         url = self.entries[shard].url
         name = url.rpartition("/")[2].partition("?")[0][-80:]
-        return Path(self._folder, f"{name}-{xxhash.xxh3_64_hexdigest((url + self._identity).encode())}.index")
+        return Path(
+            self._folder, f"{name}-{xxhash.xxh3_64_hexdigest(f'{_VERSION} {url}{self._identity}'.encode())}.index"
+        )
 
     def place_of(self, index: int) -> tuple[int, int, int]:
         """Returns shard, piece and row of a sample."""
@@ -418,7 +440,7 @@ class ShardIndex:
 
     def _compare(self, shard: int) -> None:
         entry = self.entries[shard]
-        (now,) = describe_shards([entry.url], self._options)
+        (now,) = describe_shards([entry.url], self._options, is_known=True)
         if now != entry:
             raise self._changed(shard, entry, now)
 
@@ -432,26 +454,30 @@ class ShardIndex:
             f"restore the shard; or, if it was changed on purpose, remove {path} and begin anew",
         )
 
-    def _changed(self, shard: int, before: Entry, now: Entry) -> DataError:
+    def _changed(self, shard: int, before: Entry, now: Entry, *, num_changed: int = 1) -> DataError:
+        path, others = self.path_of(shard), "" if num_changed == 1 else f" and {num_changed - 1} others"
         return DataError.of(
-            f"{shown_place(before.url)} to be what it was when its index was made ({before.num_bytes} bytes, "
+            f"{shown_place(before.url)}{others} to be what it was when its index was made ({before.num_bytes} bytes, "
             f"{before.version})",
             f"{now.num_bytes} bytes, {now.version}",
-            f"restore the shard; or, if it was changed on purpose, remove {self.path_of(shard)} and begin anew",
+            f"restore the shard; or, if it was changed on purpose, remove "
+            f"{path if num_changed == 1 else path.with_name('*.index')} and begin anew",
         )
 
-    def _scan(self, shard_format: ShardFormat, origin: Origin, shard: int) -> ShardScan:
-        """Returns a shard's pieces from its index, which is made if there is none."""
-        found = self._load(shard)
-        if found is not None:
-            return found
-        path, entry = self.path_of(shard), self.entries[shard]
+    def _scan(self, shard_format: ShardFormat, origin: Origin, shard: int) -> ShardScan | Entry:
+        """Returns a shard's pieces from its index, which is made if there is none; what the shard was if it has changed
+        since."""
+        entry = self.entries[shard]
+        before, scan = self._load(shard)
+        if scan is not None and before == entry:
+            return scan
+        path = self.path_of(shard)
         with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another rank or job made it while this one waited for the lock.
-            found = self._load(shard)
-            if found is not None:
-                return found
+            before, old = self._load(shard)
+            if old is not None and before == entry:
+                return old
             try:
                 scan = shard_format.scan(ShardFile(origin, entry))
             except OSError as error:
@@ -460,33 +486,34 @@ class ShardIndex:
                 ) from error
             # It may have changed while it was scanned.
             self._compare(shard)
+            if old is not None and old.to_bytes({}) != scan.to_bytes({}):
+                return before
             with replacing(path) as partial_path:
                 partial_path.write_bytes(
                     scan.to_bytes({"url": entry.url, "bytes": entry.num_bytes, "is": entry.version})
                 )
         return scan
 
-    def _load(self, shard: int) -> ShardScan | None:
+    def _load(self, shard: int) -> tuple[Entry, ShardScan | None]:
+        """Returns what a shard was when its index was made, and its pieces; None if there is no index."""
         path, entry = self.path_of(shard), self.entries[shard]
         try:
             header, scan = ShardScan.from_bytes(path.read_bytes())
         except FileNotFoundError:
-            return None
+            return entry, None
         except ValueError as error:
             logger.warning("the index %s is damaged (%s); it is made again", path, error)
-            return None
-        before = Entry(entry.url, header["bytes"], header["is"])
-        if before != entry:
-            raise self._changed(shard, before, entry)
-        return scan
+            return entry, None
+        return Entry(entry.url, header["bytes"], header["is"]), scan
 
 
-def describe_shards(urls: Sequence[str], options: Mapping[str, Any]) -> list[Entry]:
-    """Returns what servers or file systems say of shards now, in order; raises DataError if one is missing."""
+def describe_shards(urls: Sequence[str], options: Mapping[str, Any], *, is_known: bool = False) -> list[Entry]:
+    """Returns what servers or file systems say of shards now, in order, as `describe_many` does; raises DataError if
+    one is missing."""
     if is_url(urls[0]):
         # fsspec keeps listings, which may be older than the shards.
         open_file_system(urls[0], options).invalidate_cache()
-        return describe_many(urls, options)
+        return describe_many(urls, options, is_known=is_known)
     with ThreadPoolExecutor(min(STAT_THREADS, len(urls))) as pool:
         return list(pool.map(_described, urls)) if len(urls) > 1 else [_described(urls[0])]
 
@@ -526,20 +553,73 @@ def listed_shards(shards: Any, options: Mapping[str, Any], suffixes: Container[s
 
 def _found(name: str, options: Mapping[str, Any], suffixes: Container[str]) -> list[str]:
     if is_url(name):
-        if _is_shard(name, suffixes) and "*" not in name:
-            return [name]
-        if "*" not in name:
-            return [entry.url for entry in list_files(name, options) if _is_shard(entry.url, suffixes)]
-        file_system = open_file_system(name, options)
-        return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(name))
-    name = os.path.abspath(name)
+        if "*" in name:
+            file_system = open_file_system(name, options)
+            return sorted(file_system.unstrip_protocol(each) for each in file_system.glob(_pattern(name)))
+        is_one = _is_shard(name, suffixes) or _suffix(name) in COMPRESSED_BY
+        return [name] if is_one else _in_folder(name, list_folder(name, options), suffixes)
+    name = os.path.abspath(os.path.expanduser(name))
     if os.path.isdir(name):
-        return sorted(each for each in glob.glob(os.path.join(glob.escape(name), "*")) if _is_shard(each, suffixes))
-    return sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+        with os.scandir(name) as entries:
+            return _in_folder(name, [each.path + "/" * each.is_dir() for each in entries], suffixes)
+    return sorted(glob.glob(_pattern(name))) if "*" in name and not os.path.exists(name) else [name]
+
+
+def _pattern(name: str) -> str:
+    """Returns a name as a pattern in which ``*`` alone is one."""
+    return re.sub(r"([?[])", r"[\1]", name)
+
+
+def _in_folder(folder: str, found: Sequence[str], suffixes: Container[str]) -> list[str]:
+    """Returns the shards among what lies in a folder; raises ConfigError or DataError if they would not be all samples
+    of the folder, or not those alone."""
+    names = {each.rstrip("/").rpartition("/")[2]: each for each in found}
+    log = next((name for name in _TABLE_LOGS if name in names), None)
+    if log is not None:
+        cure = "name the files that the table's own library lists, such as DeltaTable(…).file_uris()"
+        raise DataError.of(f"a folder of shards in {shown_place(folder)}", f"a table whose files {log} lists", cure)
+    for name, each in names.items():
+        plain = _decompressed(name)
+        if plain != name and _suffix(plain) in suffixes and plain not in names:
+            raise _compressed(each)
+    # What begins so is no data for Spark and pyarrow.
+    visible = {name: each for name, each in names.items() if name[:1] not in "._"}
+    shards = sorted(each for each in visible.values() if _is_shard(each, suffixes))
+    # Caches of Hugging Face's `map` lie beside the shards of the data set.
+    listed = [each for each in _listed_by_its_library(folder) if _is_shard(each, suffixes)]
+    inner = sorted(name for name, each in visible.items() if each.endswith("/"))
+    if inner and not shards and not listed:
+        cure = f"name one of them, or the files: {folder}/*/*.…, without what the folders' names say"
+        raise DataError.of(f"shards in {shown_place(folder)} itself", f"folders, such as {inner[0]}", cure)
+    return listed or shards
+
+
+def _listed_by_its_library(folder: str) -> list[str]:
+    """Returns the shards that Hugging Face's or MosaicML's own list in a local folder names, in its order."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(Path(folder, "state.json").read_bytes())
+        return [os.path.join(folder, each["filename"]) for each in content["_data_files"]]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(Path(folder, "index.json").read_bytes())
+        return [os.path.join(folder, each["raw_data"]["basename"]) for each in content["shards"]]
+    return []
+
+
+def _decompressed(name: str) -> str:
+    """Returns the name of a shard after it was decompressed."""
+    end = _suffix(name)
+    return name if end not in COMPRESSED_BY else name[: -len(end) - 1] + ".tar" * (end == "tgz")
+
+
+def _compressed(url: str) -> ConfigError:
+    command, _ = COMPRESSED_BY[_suffix(url)]
+    cure = f"decompress it: {command} < {shown_place(url)} > {shown_place(_decompressed(url))}"
+    return ConfigError.of("a plain shard, in which each sample has a place", shown_place(url), cure)
 
 
 def _suffix(url: str) -> str:
-    return url.partition("?")[0].rpartition("/")[2].rpartition(".")[2].lower()
+    name = url.partition("?")[0] if is_url(url) else url
+    return name.rpartition("/")[2].rpartition(".")[2].lower()
 
 
 def _is_shard(url: str, suffixes: Container[str]) -> bool:
@@ -554,7 +634,9 @@ def suffix_of(urls: Sequence[str]) -> str:
         cure = "make a Shards of each kind, and join them with torch.utils.data.ConcatDataset"
         raise ConfigError.of("shards of one kind", ", ".join(suffixes), cure)
     if suffixes[0] not in FORMATS:
-        cure = "decompress it: gunzip" if suffixes[0] in ("gz", "tgz") else "name the shards by their format"
+        if suffixes[0] in COMPRESSED_BY:
+            raise _compressed(urls[0])
         known = ", ".join(f".{name}" for name in FORMATS)
+        cure = "name the shards by their format"
         raise ConfigError.of(f"shards that end in {known}", shown_place(urls[0]), cure)
     return suffixes[0]

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from shade.data._dataset.source import CountOrigin
 from shade.data._origin.origin import ByteRange, Origin
 from shade.data._origin.url_origin import is_url
 from shade.data._shards.blocks import coalesced
 from shade.data._shards.index import RangeParts, ShardFormat, ShardIndex, UnlikeIndexError
+from shade.data._shards.tables import TableRows
+from shade.data._source.source import CountOrigin
 
 GAP_BYTES: Final = 64 << 10
 """Ranges that are no further apart are read in one request (decision 0041)."""
@@ -48,7 +49,7 @@ class PieceReader:
         self._begin_empty()
 
     def _begin_empty(self) -> None:
-        self._recent: collections.OrderedDict[Piece, list[bytes]] = collections.OrderedDict()
+        self._recent: collections.OrderedDict[Piece, Sequence[bytes]] = collections.OrderedDict()
         self._recent_bytes, self._keeping = 0, threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,14 +84,14 @@ class PieceReader:
             keeps = self._format.keeps_rows and not read.is_mapped and wanted is not None
             payloads = self._payloads(piece, read.parts[piece[0]], None if keeps else wanted)
             if read.is_mapped:
-                count(0, sum(map(len, payloads)))
+                count(0, _held_bytes(payloads))
             # Neighbours of a row are often wanted next, and reading one takes as long as reading all.
             if keeps:
                 self._remember(piece, payloads)
                 payloads = [payloads[row] for row in wanted or ()]
             yield piece, payloads
 
-    def _payloads(self, piece: Piece, parts: Any, rows: list[int] | None) -> list[bytes]:
+    def _payloads(self, piece: Piece, parts: Any, rows: list[int] | None) -> Sequence[bytes]:
         shard, number = piece
         scan = self._index.scans[shard]
         try:
@@ -98,16 +99,16 @@ class PieceReader:
         except UnlikeIndexError as error:
             raise self._index.mismatch(shard, int(scan.start_P[number]), str(error)) from error
 
-    def _remember(self, piece: Piece, payloads: list[bytes]) -> None:
+    def _remember(self, piece: Piece, payloads: Sequence[bytes]) -> None:
         with self._keeping:
             # Another thread read it too.
             if piece in self._recent:
                 return
             self._recent[piece] = payloads
-            self._recent_bytes += sum(map(len, payloads))
+            self._recent_bytes += _held_bytes(payloads)
             while self._recent_bytes > _RECENT_BYTES and len(self._recent) > 1:
                 _, oldest = self._recent.popitem(last=False)
-                self._recent_bytes -= sum(map(len, oldest))
+                self._recent_bytes -= _held_bytes(oldest)
 
     def ranges(self, pieces: Iterable[Piece]) -> PiecesRead:
         """Reads the ranges of pieces. Counts nothing, because a thread of its own may do it."""
@@ -116,7 +117,7 @@ class PieceReader:
         for piece in pieces:
             by_shard[piece[0]].append(piece)
         if not is_url(entries[0].url):
-            opened = {shard: self._format.opened(entries[shard].url) for shard in by_shard}
+            opened = {shard: self._format.opened(entries[shard].url, scans[shard]) for shard in by_shard}
             if None not in opened.values():
                 self._index.check(list(by_shard))
                 return PiecesRead(opened, {}, sum(map(len, by_shard.values())), 0, is_mapped=True)
@@ -149,3 +150,8 @@ class PieceReader:
         }
         found = {shard: RangeParts(parts[shard]) for shard in by_shard}
         return PiecesRead(found, failures, len(read), sum(map(len, read)))
+
+
+def _held_bytes(payloads: Sequence[bytes]) -> int:
+    """Returns the memory that payloads take, those of a table before they are made."""
+    return payloads.num_bytes if isinstance(payloads, TableRows) else sum(map(len, payloads))

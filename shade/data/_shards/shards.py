@@ -23,7 +23,6 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
-from shade.data._dataset.source import CountOrigin, NearSource, checked_index, not_counted
 from shade.data._origin.origin import FileOrigin, Origin
 from shade.data._origin.url_origin import UrlOrigin, is_url
 from shade.data._shards.blocks import Block, BlockTier, ReadAhead, memory_tier
@@ -36,6 +35,7 @@ from shade.data._shards.index import (
     suffix_of,
 )
 from shade.data._shards.pieces import Piece, PieceReader, PiecesRead
+from shade.data._source.source import CountOrigin, NearSource, checked_index, not_counted
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place
 from shade.store.disk import disk_url
 from shade.types import Order
@@ -43,6 +43,8 @@ from shade.types import Order
 _BLOCKS_AT_ONCE: Final = 8
 _PROBES: Final = 16
 _PROBED_PIECES: Final = 4
+_PROBED_ROWS: Final = 1000
+"""Rows of each of those pieces."""
 
 
 class Shards(Dataset[Any]):
@@ -74,7 +76,7 @@ class Shards(Dataset[Any]):
         *,
         decode: Mapping[str, Callable[[Any], Any]] | None = None,
         index: str | os.PathLike[str] | None = None,
-        disk: str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         options: Mapping[str, Any] | None = None,
         format: ShardFormat | None = None,
     ) -> None:
@@ -86,14 +88,14 @@ class Shards(Dataset[Any]):
         self._columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
         self._decode = dict(decode or {})
         self._origin: Origin = UrlOrigin(options) if is_url(urls[0]) else FileOrigin()
-        folder = _default_folder() if index is None else os.fspath(index)
+        folder = _default_folder() if index is None else os.path.expanduser(index)
         entries = describe_shards(urls, options or {})
         self._index = ShardIndex(entries, self._format, folder, self._origin, options)
         if not len(self._index):
             raise DataError.of("at least one sample", 0, f"look into {shown_place(urls[0])}")
         self._index.check_columns({*(self._columns or ()), *self._decode})
         chosen = None if self._columns is None else sorted(self._columns)
-        # The name by which `shade.data._dataset.content` knows the content, as that of a Hugging Face data set.
+        # The name by which `shade.data._source.content` knows the content, as that of a Hugging Face data set.
         self._fingerprint = xxhash.xxh3_64_hexdigest(f"{self._index.fingerprint} {chosen}".encode())
         self._pieces = PieceReader(self._index, self._format, self._origin, self._columns)
         self._counting = threading.Lock()  # counts of several threads that read ahead
@@ -206,7 +208,8 @@ class Shards(Dataset[Any]):
         if self._window is not None:
             self._window.close()
             self._window = None
-        if not is_url(self._index.entries[0].url) and self._format.opened(self._index.entries[0].url) is not None:
+        first = self._index.entries[0].url
+        if not is_url(first) and self._format.opened(first, self._index.scans[0]) is not None:
             return
         num_bytes = sum(entry.num_bytes for entry in self._index.entries)
         ahead = ReadAhead(
@@ -367,9 +370,8 @@ class Shards(Dataset[Any]):
         if self._format.keeps_rows:
             places = [(shard, piece) for shard, scan in enumerate(scans) for piece in range(len(scan.start_P))]
             chosen = {places[int(at)] for at in np.linspace(0, len(places) - 1, min(_PROBED_PIECES, len(places)))}
-            found = [
-                each for _, payloads in self._pieces.read(dict.fromkeys(sorted(chosen)), count) for each in payloads
-            ]
+            pieces = self._pieces.read(dict.fromkeys(sorted(chosen)), count)
+            found = [each for _, payloads in pieces for each in _some(payloads)]
             size_N = np.full(len(self), max(_lengths(found)), dtype=np.int64)
         else:
             # An archive's payload lacks headers and columns that were not chosen; that of a key and a value has more.
@@ -432,6 +434,11 @@ class ShardSource(NearSource):
     @override
     def close(self) -> None:
         self.shards.close()
+
+
+def _some(payloads: Sequence[Any]) -> list[Any]:
+    """Returns the payloads of some rows of a piece, from its first to its last."""
+    return [payloads[int(row)] for row in np.linspace(0, len(payloads) - 1, min(_PROBED_ROWS, len(payloads)))]
 
 
 def _lengths(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:

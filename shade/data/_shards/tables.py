@@ -3,16 +3,20 @@
 pyarrow reads Parquet and Arrow. Of a Parquet file a piece is a row group, of which only the chosen columns are read; of
 an Arrow file it is a record batch. A row's payload is an Arrow record batch of one row, without its schema: it keeps
 every type of Arrow, and it is no code. Of an MDS file a piece is a sample.
+
+A type whose row would carry the memory of all rows (a view, a dictionary) is cast to the plain one of the same values.
+A layout that is not read here is refused when the shard is opened.
 """
 
 from __future__ import annotations
 
+import bisect
 import importlib
 import io
 import json
 import struct
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -36,6 +40,10 @@ from shade.errors import DataError, shown_place
 _SCHEMA_MESSAGE, _DICTIONARY_MESSAGE, _BATCH_MESSAGE = 1, 2, 3
 _TAIL_BYTES: Final = 8
 _CONTINUED: Final = b"\xff\xff\xff\xff"
+_ARROW_MARK: Final = b"ARROW1"
+_MAPPED, _COPIED = b"\0", b"\1"
+"""First byte of what is kept of an Arrow shard. Of a batch that is compressed, or has a type that is cast, reading one
+row takes as long as reading all, so it is read into memory."""
 
 
 def _pyarrow(module: str = "pyarrow") -> Any:
@@ -56,20 +64,135 @@ class ArrowRows(ShardFormat):
 
     def _schema(self, scan: ShardScan, columns: Columns) -> Any:
         """Returns the schema of payloads: the chosen columns in the file's order."""
-        whole = scan.parsed("schema", self._whole_schema)
-        if columns is None:
-            return whole
-        chosen = tuple(columns)
-        return scan.parsed(chosen, lambda _: _pyarrow().schema([field for field in whole if field.name in chosen]))
+        chosen = None if columns is None else tuple(columns)
+
+        def plain(extra: bytes) -> Any:
+            fields = self._written_schema(extra)
+            return _pyarrow().schema(
+                [
+                    field.with_type(_plain_column(field.type))
+                    for field in fields
+                    if chosen is None or field.name in chosen
+                ]
+            )
+
+        return scan.parsed(("payloads", chosen), plain)
+
+    @override
+    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> Sequence[bytes]:
+        schema = self._schema(scan, columns)
+        try:
+            table = self._table(scan, piece, parts, schema.names).replace_schema_metadata(None)
+            payloads = TableRows(_cast(table.select(schema.names), schema))
+        # pyarrow's own errors are of these kinds.
+        except (OSError, EOFError, ValueError) as error:
+            raise UnlikeIndexError(f"rows that pyarrow cannot read ({error})") from error
+        if len(payloads) != scan.rows_P[piece]:
+            raise UnlikeIndexError(f"{len(payloads)} rows")
+        return payloads if rows is None else [payloads[row] for row in rows]
 
     @abstractmethod
-    def _whole_schema(self, extra: bytes) -> Any:
-        """Returns the schema of a shard, without metadata."""
+    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
+        """Returns a piece as a table with these columns, and perhaps others."""
+
+    @abstractmethod
+    def _written_schema(self, extra: bytes) -> Any:
+        """Returns the schema of a shard as it was written, without metadata."""
+
+    def _columns_of(self, name: str, extra: bytes) -> list[str]:
+        """Returns the names of a shard's columns; raises DataError for columns that have no names of their own, or a
+        type that cannot be cast to the plain one."""
+        schema, arrow = self._written_schema(extra), _pyarrow()
+        for field in schema:
+            if schema.names.count(field.name) > 1:
+                got, cure = f"{field.name!r} twice", "rename one of them"
+                raise DataError.of(f"each column of {shown_place(name)} by a name of its own", got, cure)
+            try:
+                _cast(arrow.table({"": arrow.nulls(1, field.type)}), arrow.schema({"": _plain_column(field.type)}))
+            except arrow.ArrowException as error:
+                cure = f"write the column as {_plain_column(field.type)}"
+                got = f"{field.name!r} of type {field.type} ({error})"
+                raise DataError.of(f"columns of {shown_place(name)} that pyarrow can cast", got, cure) from error
+        names: list[str] = schema.names
+        if not names:
+            raise DataError.of(f"columns in {shown_place(name)}", "none", "leave the shard out")
+        return names
 
 
-def _row_payloads(batch: Any, rows: Rows) -> list[bytes]:
-    wanted = range(batch.num_rows) if rows is None else rows
-    return [batch.slice(row, 1).serialize().to_pybytes() for row in wanted]
+class TableRows(Sequence[bytes]):
+    """The payloads of a table's rows, each made when it is asked for: a row is wanted more often than all of them."""
+
+    def __init__(self, table: Any) -> None:
+        self._batches = table.combine_chunks().to_batches()
+        self._starts = [0]
+        for batch in self._batches:
+            self._starts.append(self._starts[-1] + batch.num_rows)
+        self.num_bytes = int(table.nbytes)
+        """Bytes of the table."""
+
+    @override
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @override
+    def __getitem__(self, row: Any) -> Any:
+        if row >= len(self):
+            raise IndexError(row)
+        number = bisect.bisect_right(self._starts, row) - 1
+        return _payload(self._batches[number].slice(row - self._starts[number], 1))
+
+
+def _payload(row: Any) -> bytes:
+    payload: bytes = row.serialize().to_pybytes()
+    return payload
+
+
+def _cast(table: Any, schema: Any) -> Any:
+    """Returns a table with the types of a schema."""
+    # Not all by `Table.cast`: pyarrow casts some nested types wrongly, even to their own.
+    arrow = _pyarrow()
+    for number, field in enumerate(schema):
+        column = table.column(number)
+        if column.type != field.type:
+            # Nor does it cast the storage of an extension type.
+            if isinstance(column.type, arrow.BaseExtensionType):
+                column = arrow.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+            table = table.set_column(number, field, column.cast(field.type))
+    return table
+
+
+def _plain_column(kind: Any) -> Any:
+    """Returns `_plain` of a column's type, of an extension type that of its storage."""
+    if isinstance(kind, _pyarrow().BaseExtensionType) and _plain(kind.storage_type) != kind.storage_type:
+        return _plain(kind.storage_type)
+    return _plain(kind)
+
+
+def _plain(kind: Any) -> Any:
+    """Returns the type of the same values of which a slice has its own bytes alone."""
+    arrow = _pyarrow()
+    types = arrow.types
+    if types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if types.is_string_view(kind):
+        return arrow.large_string()
+    if types.is_binary_view(kind):
+        return arrow.large_binary()
+    if types.is_struct(kind):
+        return arrow.struct([field.with_type(_plain(field.type)) for field in kind])
+    if types.is_map(kind):
+        return arrow.map_(_plain(kind.key_type), _plain(kind.item_type), keys_sorted=kind.keys_sorted)
+    for is_list, plain in (
+        (types.is_list, arrow.list_),
+        (types.is_large_list, arrow.large_list),
+        (types.is_list_view, arrow.list_view),
+        (types.is_large_list_view, arrow.large_list_view),
+    ):
+        if is_list(kind):
+            return plain(kind.value_field.with_type(_plain(kind.value_type)))
+    if types.is_fixed_size_list(kind):
+        return arrow.list_(kind.value_field.with_type(_plain(kind.value_type)), kind.list_size)
+    return kind
 
 
 @FORMATS.register("parquet")
@@ -82,6 +205,9 @@ class ParquetFormat(ArrowRows):
     def scan(self, file: ShardFile) -> ShardScan:
         name, num_bytes = file.entry.url, file.entry.num_bytes
         tail = file.range(max(0, num_bytes - _TAIL_BYTES), num_bytes)
+        if tail[4:] == b"PARE":
+            cure = "write it without encryption"
+            raise DataError.of(f"{shown_place(name)} to be a plain Parquet file", "an encrypted one", cure)
         if tail[4:] != b"PAR1":
             raise DataError.of(f"{shown_place(name)} to be a whole Parquet file", "another end", "copy it again")
         (length,) = struct.unpack("<I", tail[:4])
@@ -89,13 +215,22 @@ class ParquetFormat(ArrowRows):
         if start < 4:
             raise DataError.of(f"{shown_place(name)} to be a whole Parquet file", "a short one", "copy it again")
         extra = struct.pack("<Q", num_bytes) + file.range(start, num_bytes)
-        metadata = _footer(extra)
+        try:
+            metadata = _footer(extra)
+            columns = self._columns_of(name, extra)
+        except (_pyarrow().ArrowException, OSError) as error:
+            raise _unread(name, "Parquet", error) from error
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+        other = next((chunk.file_path for chunk in chunks if chunk.file_path), None)
+        if other is not None:
+            cure = "name the files that it points to"
+            raise DataError.of(f"columns in {shown_place(name)} itself", f"some in {other}", cure)
         spans = [self._chunks(group, None) for group in groups]
         return ShardScan.of(
             [span[0][0] for span in spans],
             [span[-1][1] - span[0][0] for span in spans],
-            list(dict.fromkeys(field.name for field in self._whole_schema(extra))),
+            columns,
             extra,
             rows=[group.num_rows for group in groups],
         )
@@ -104,8 +239,9 @@ class ParquetFormat(ArrowRows):
         return scan.parsed("metadata", _footer)
 
     @override
-    def _whole_schema(self, extra: bytes) -> Any:
-        return _plain(_footer(extra).schema.to_arrow_schema().remove_metadata())
+    def _written_schema(self, extra: bytes) -> Any:
+        # The schema of the metadata has no extension types, such as that of UUIDs.
+        return _pyarrow("pyarrow.parquet").ParquetFile(_tail(extra)).schema_arrow.remove_metadata()
 
     @staticmethod
     def _chunks(group: Any, columns: Columns) -> list[tuple[int, int]]:
@@ -113,7 +249,8 @@ class ParquetFormat(ArrowRows):
         ranges = []
         for number in range(group.num_columns):
             chunk = group.column(number)
-            if columns is not None and chunk.path_in_schema.split(".")[0] not in columns:
+            # As pyarrow chooses them: a name may have dots, as have the paths of what is nested.
+            if columns is not None and not any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
                 continue
             start = chunk.data_page_offset
             # A dictionary comes before the data.
@@ -127,36 +264,29 @@ class ParquetFormat(ArrowRows):
         return self._chunks(self._metadata(scan).row_group(piece), columns)
 
     @override
-    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
-        metadata, schema = self._metadata(scan), self._schema(scan, columns)
+    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
         (num_bytes,) = struct.unpack("<Q", scan.extra[:8])
-        try:
-            file = _pyarrow("pyarrow.parquet").ParquetFile(RangeFile(num_bytes, parts.range), metadata=metadata)
-            table = file.read_row_group(piece, columns=schema.names, use_threads=False).replace_schema_metadata(None)
-            table = table.select(schema.names).cast(schema)
-        # pyarrow's own errors are of these kinds.
-        except (OSError, EOFError, ValueError) as error:
-            raise UnlikeIndexError(f"a row group that pyarrow cannot read ({error})") from error
-        if table.num_rows != scan.rows_P[piece]:
-            raise UnlikeIndexError(f"{table.num_rows} rows")
-        payloads = [each for batch in table.combine_chunks().to_batches() for each in _row_payloads(batch, None)]
-        return payloads if rows is None else [payloads[row] for row in rows]
+        source = RangeFile(num_bytes, parts.range)
+        file = _pyarrow("pyarrow.parquet").ParquetFile(source, metadata=self._metadata(scan))
+        return file.read_row_group(piece, columns=names, use_threads=False)
 
 
 def _footer(extra: bytes) -> Any:
     """Returns the metadata of a Parquet file, from its length and its last bytes."""
+    return _pyarrow("pyarrow.parquet").read_metadata(_tail(extra))
+
+
+def _tail(extra: bytes) -> io.BytesIO:
     # pyarrow wants a file that begins with the mark, too.
-    return _pyarrow("pyarrow.parquet").read_metadata(io.BytesIO(b"PAR1" + extra[8:]))
+    return io.BytesIO(b"PAR1" + extra[8:])
 
 
-def _plain(schema: Any) -> Any:
-    """Returns a schema without dictionaries, which a payload would have to repeat."""
-    arrow = _pyarrow()
-
-    def plain(kind: Any) -> Any:
-        return kind.value_type if arrow.types.is_dictionary(kind) else kind
-
-    return arrow.schema([field.with_type(plain(field.type)) for field in schema])
+def _unread(name: str, kind: str, error: Exception) -> DataError:
+    """Returns the error of a shard that pyarrow does not read."""
+    # pyarrow's error for what it has not is one of these.
+    is_unknown = isinstance(error, RuntimeError)
+    cure = "write its columns as types that pyarrow has" if is_unknown else "copy it again"
+    return DataError.of(f"{shown_place(name)} to be a whole {kind} file that pyarrow reads", str(error), cure)
 
 
 @FORMATS.register("arrow")
@@ -166,86 +296,134 @@ class ArrowFormat(ArrowRows):
     keeps_rows = True
 
     @override
-    def opened(self, path: str) -> Any:
-        return RangeParts([(0, np.memmap(path, dtype=np.uint8, mode="r"))])
+    def opened(self, path: str, scan: ShardScan) -> Any:
+        return None if scan.extra[:1] == _COPIED else RangeParts([(0, np.memmap(path, dtype=np.uint8, mode="r"))])
 
     @override
     def scan(self, file: ShardFile) -> ShardScan:
-        # To find the record batches, pyarrow would read them; the messages' headers are a few hundred bytes each.
-        name, num_bytes, schema = file.entry.url, file.entry.num_bytes, b""
-        at = 8 if file.range(0, min(8, num_bytes)).startswith(b"ARROW1") else 0
+        name, num_bytes = file.entry.url, file.entry.num_bytes
         starts, lengths, rows = [], [], []
-        has_end = at > 0 and file.range(num_bytes - 6, num_bytes) == b"ARROW1"
-        while True:
-            prefix = file.range(at, min(at + 8, num_bytes))
-            # A stream may end without a mark.
-            if prefix == b"" and schema and not has_end:
-                break
-            if len(prefix) < 8 or prefix[:4] != _CONTINUED:
-                raise _no_arrow(name, f"no message at byte {at}")
-            (length,) = struct.unpack("<i", prefix[4:])
-            if length == 0:
-                break
-            if length < 0 or at + 8 + length > num_bytes:
-                raise _no_arrow(name, f"it ends at byte {num_bytes}, in a message")
-            kind, num_rows, body = _message(file.range(at + 8, at + 8 + length))
-            stop = at + 8 + length + body
-            if stop > num_bytes:
-                raise _no_arrow(name, f"it ends at byte {num_bytes}, before byte {stop}")
-            if kind == _SCHEMA_MESSAGE:
-                schema = file.range(at, stop)
-            elif kind == _BATCH_MESSAGE:
-                if num_rows:
-                    starts.append(at)
-                    lengths.append(stop - at)
-                    rows.append(num_rows)
-            else:
-                cure = "write the column without a dictionary: table.cast(…)"
-                raise DataError.of(f"plain columns in {shown_place(name)}", "a dictionary", cure)
-            at = stop
-        return ShardScan.of(starts, lengths, self._whole_schema(schema).names, schema, rows=rows)
-
-    @override
-    def _whole_schema(self, extra: bytes) -> Any:
-        return _pyarrow().ipc.read_schema(_pyarrow().py_buffer(extra)).remove_metadata()
-
-    @override
-    def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> list[bytes]:
-        names, whole, arrow = self._schema(scan, columns).names, self._schema(scan, None), _pyarrow()
-        content = parts.range(*scan.span(piece))
         try:
-            batch = arrow.ipc.read_record_batch(arrow.py_buffer(content), whole)
-        except (OSError, EOFError, ValueError) as error:
-            raise UnlikeIndexError(f"a record batch that pyarrow cannot read ({error})") from error
-        if batch.num_rows != scan.rows_P[piece]:
-            raise UnlikeIndexError(f"{batch.num_rows} rows")
-        return _row_payloads(batch.select(names), rows)
+            has_footer = file.range(0, min(8, num_bytes)).startswith(_ARROW_MARK)
+            schema, places = _by_footer(file) if has_footer else _by_messages(file)
+            extra = _MAPPED + schema
+            columns = self._columns_of(name, extra)
+            written = self._written_schema(extra)
+            is_plain = all(field.type == _plain_column(field.type) for field in written)
+            for start, header_bytes, body_bytes in places:
+                message = _Message(file.range(start, start + header_bytes))
+                stop = start + header_bytes + body_bytes
+                if stop > num_bytes:
+                    raise ValueError(f"it ends at byte {num_bytes}, before byte {stop}")
+                if message.kind == _DICTIONARY_MESSAGE:
+                    cure = "write the column without a dictionary: table.cast(…)"
+                    got = ", ".join(field.name for field in written if "dictionary<" in str(field.type))
+                    raise DataError.of(f"plain columns in {shown_place(name)}", f"a dictionary in {got}", cure)
+                is_plain &= not message.is_compressed
+                if message.kind == _BATCH_MESSAGE and message.num_rows:
+                    starts.append(start)
+                    lengths.append(stop - start)
+                    rows.append(message.num_rows)
+        except (ValueError, RuntimeError, struct.error, IndexError) as error:
+            raise _unread(name, "Arrow", error) from error
+        return ShardScan.of(starts, lengths, columns, (_MAPPED if is_plain else _COPIED) + schema, rows=rows)
+
+    @override
+    def _written_schema(self, extra: bytes) -> Any:
+        return _pyarrow().ipc.read_schema(_pyarrow().py_buffer(extra[1:])).remove_metadata()
+
+    @override
+    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
+        arrow, written = _pyarrow(), scan.parsed("written", self._written_schema)
+        content = arrow.py_buffer(parts.range(*scan.span(piece)))
+        return arrow.Table.from_batches([arrow.ipc.read_record_batch(content, written)])
 
 
-def _no_arrow(name: str, words: str) -> DataError:
-    return DataError.of(f"{shown_place(name)} to be a whole Arrow file", words, "copy it again")
+def _by_footer(file: ShardFile) -> tuple[bytes, list[tuple[int, int, int]]]:
+    """Returns an Arrow file's schema, and where each record batch begins, the bytes of its header and of its body."""
+    # pyarrow opens a file by its footer, and says all of it but the places.
+    with _pyarrow().ipc.open_file(file.as_file()) as reader:
+        schema, num_batches = reader.schema, reader.num_record_batches
+    end = file.entry.num_bytes - len(_ARROW_MARK) - 4
+    (length,) = struct.unpack("<i", file.range(end, end + 4))
+    footer = file.range(end - length, end)
+    # Arrow's File.fbs: 2 dictionaries, 3 record batches, both lists of (start, bytes of the header, of the body).
+    places = [
+        struct.unpack_from("<qi4xq", footer, at)
+        for number in (2, 3)
+        for at in _list(footer, _field(footer, _root(footer), number), 24)
+    ]
+    if len(places) < num_batches:
+        raise ValueError(f"{len(places)} places of {num_batches} record batches in its footer")
+    return schema.serialize().to_pybytes(), places
 
 
-def _message(header: bytes) -> tuple[int, int, int]:
-    """Returns an Arrow message's kind, the rows of its record batch, and the bytes of its body."""
-    # The header is a flatbuffer: a table begins with the distance back to its list of fields' places.
-    (table,) = struct.unpack_from("<I", header)
+def _by_messages(file: ShardFile) -> tuple[bytes, list[tuple[int, int, int]]]:
+    """Returns what `_by_footer` does, of an Arrow stream, which has no footer; it may end without a mark."""
+    # To find the record batches, pyarrow would read them; the messages' headers are a few hundred bytes each.
+    num_bytes, at, schema, places = file.entry.num_bytes, 0, b"", list[tuple[int, int, int]]()
+    while at < num_bytes or not schema:
+        mark = file.range(at, min(at + 8, num_bytes))
+        # Before Arrow 0.15 there was the length alone.
+        prefix_bytes = 8 if mark[:4] == _CONTINUED else 4
+        if len(mark) < prefix_bytes:
+            raise ValueError(f"no message at byte {at}")
+        (length,) = struct.unpack_from("<i", mark, prefix_bytes - 4)
+        if length == 0:
+            break
+        header_bytes = prefix_bytes + length
+        if length < 0 or at + header_bytes > num_bytes:
+            raise ValueError(f"it ends at byte {num_bytes}, in a message at byte {at}")
+        message = _Message(file.range(at, at + header_bytes))
+        if message.kind == _SCHEMA_MESSAGE:
+            schema = file.range(at, at + header_bytes + message.body_bytes)
+        else:
+            places.append((at, header_bytes, message.body_bytes))
+        at += header_bytes + message.body_bytes
+    return schema, places
 
-    def field(table: int, number: int) -> int:
-        (back,) = struct.unpack_from("<i", header, table)
-        (size,) = struct.unpack_from("<H", header, table - back)
-        place = struct.unpack_from("<H", header, table - back + 4 + 2 * number)[0] if 4 + 2 * number < size else 0
-        return table + place if place else 0
 
-    # Arrow's Message.fbs: 0 version, 1 kind of header, 2 header, 3 length of the body.
-    kind_at, inner_at, body_at = field(table, 1), field(table, 2), field(table, 3)
-    kind = header[kind_at] if kind_at else 0
-    body = struct.unpack_from("<q", header, body_at)[0] if body_at else 0
-    num_rows = 0
-    if kind == _BATCH_MESSAGE:
-        rows_at = field(inner_at + struct.unpack_from("<I", header, inner_at)[0], 0)
-        num_rows = struct.unpack_from("<q", header, rows_at)[0] if rows_at else 0
-    return kind, num_rows, body
+class _Message:
+    """The header of an Arrow message: its kind, the bytes of its body, and the rows of its record batch.
+
+    It is a flatbuffer: a table begins with the distance back to the list of its fields' places.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        header = content[8:] if content[:4] == _CONTINUED else content[4:]
+        # Arrow's Message.fbs: 0 version, 1 kind of header, 2 header, 3 length of the body.
+        table = _root(header)
+        kind_at, inner_at, body_at = (_field(header, table, number) for number in (1, 2, 3))
+        self.kind = header[kind_at] if kind_at else 0
+        self.body_bytes = struct.unpack_from("<q", header, body_at)[0] if body_at else 0
+        self.num_rows, self.is_compressed = 0, False
+        if self.kind == _BATCH_MESSAGE:
+            # 0 number of rows, 3 compression.
+            batch = inner_at + _root(header, inner_at)
+            rows_at = _field(header, batch, 0)
+            self.num_rows = struct.unpack_from("<q", header, rows_at)[0] if rows_at else 0
+            self.is_compressed = _field(header, batch, 3) > 0
+
+
+def _root(content: bytes, at: int = 0) -> int:
+    (place,) = struct.unpack_from("<I", content, at)
+    return int(place)
+
+
+def _field(content: bytes, table: int, number: int) -> int:
+    """Returns where a field of a flatbuffer's table lies, 0 if it is not there."""
+    (back,) = struct.unpack_from("<i", content, table)
+    (size,) = struct.unpack_from("<H", content, table - back)
+    place = struct.unpack_from("<H", content, table - back + 4 + 2 * number)[0] if 4 + 2 * number < size else 0
+    return table + place if place else 0
+
+
+def _list(content: bytes, at: int, item_bytes: int) -> list[int]:
+    """Returns where the items of a flatbuffer's list lie."""
+    if not at:
+        return []
+    begin = at + _root(content, at)
+    return [begin + 4 + number * item_bytes for number in range(_root(content, begin))]
 
 
 _NUMBERS: Final = {

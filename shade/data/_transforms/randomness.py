@@ -9,6 +9,7 @@ It does nothing until `BatchGenerators.follow` sets the epoch, as `TrainSession`
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,26 +53,35 @@ def generator_states() -> dict[str, bytes]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Restores the states of torch's, numpy's and Python's global generators afterwards."""
+    """Restores the states of torch's (the current CUDA device's, too), numpy's and Python's global generators
+    afterwards."""
     before = default_generator.get_state(), np.random.get_state(), random.getstate()
+    on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         default_generator.set_state(before[0])
         np.random.set_state(before[1])
         random.setstate(before[2])
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device)
 
 
 class BatchGenerators:
     """The generators of one data set's transforms; pickles into workers and stays connected."""
 
     def __init__(self) -> None:
+        self._share()
+
+    def _share(self) -> None:
         # In shared memory, so that workers that outlive the epoch see it change.
-        self._seed = torch.zeros(1, dtype=torch.int64)
+        self._pid, self._seed = os.getpid(), torch.zeros(1, dtype=torch.int64)
         self._seed.share_memory_()  # type: ignore[no-untyped-call]
 
     def follow(self, seed: int, epoch: int) -> None:
-        """Sets the epoch, from the next batch on."""
+        """Sets the epoch, from the next batch on, in this process and in workers that it starts."""
+        if self._pid != os.getpid():  # a rank that got the data set from another process
+            self._share()
         # 63 bits fit into an int64; 0 is `_SILENT`.
         self._seed[0] = xxhash.xxh3_64_intdigest(np.array([seed, epoch], dtype=np.int64).tobytes()) >> 1 or 1
 

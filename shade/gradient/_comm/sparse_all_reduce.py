@@ -1,8 +1,9 @@
 """Runs the sparse all-reduce of one step: counts, payloads, one vote. It succeeds on all ranks or on none.
 
 1. *Counts.* Every rank sends a few int64 fields: its step, the samples of its gradient, whether the gradient is
-   finite, the lengths of its payloads. All ranks see the same fields, so they draw the same conclusion: a NaN, another
-   step or another version on any rank ends the step on all of them, before a payload is sent.
+   finite, the lengths of its payloads, which parameters have a gradient. All ranks see the same fields, so they draw
+   the same conclusion: a NaN, another step or another version on any rank ends the step on all of them, before a
+   payload is sent.
 2. *Payloads*, one message a bucket, padded to the longest, merged in the order of the ranks.
 3. *Vote.* A payload may arrive damaged at one rank only. So all ranks send whether theirs were whole, and apply the
    merged step only if all were. That costs one round trip a step; without it replicas could diverge.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +36,12 @@ from shade.gradient._compress.quantiser import QUANTISERS, Quantiser
 from shade.gradient._kernels.build import build
 from shade.types import Decision, Indices
 
-PROTOCOL = 0x5348_4144_4500_0003
+PROTOCOL = 0x5348_4144_4500_0004
 """The first field of every count: name and version of this protocol."""
 FINE, NON_FINITE, FAILED = 0, 1, 2
 _FIXED = 10
+_BITS = 63
+"""Parameters whose use one int64 of a count tells."""
 
 
 class SparseAllReduce:
@@ -69,7 +72,7 @@ class SparseAllReduce:
         """Phase 1, for some buckets of the step.
 
         Args:
-            work: The step; receives rank 0's proposal and all notices.
+            work: The step; receives rank 0's proposal, all notices, and which parameters any rank uses.
             numbers: The buckets, the same on every rank.
 
         Returns:
@@ -95,6 +98,11 @@ class SparseAllReduce:
             work.decision = self._decision(all_WN[0], len(numbers))
         work.notices = tuple(all_WN[:, _FIXED - 1].tolist())
         samples_W = all_WN[:, 5]
+        words = np.bitwise_or.reduce(all_WN[samples_W > 0, _FIXED + len(numbers) + self._topology.world.world_size :])
+        for number in numbers if work.sizes else ():
+            own, words = np.split(words, [-(-work.sizes[number] // _BITS)])
+            places = _places(own.tolist(), work.sizes[number])
+            work.used[number] = None if len(places) == work.sizes[number] else places
         peers, place = self._topology.peers, self._topology.peers[self._topology.place].index(self._topology.world.rank)
         weights_P = [float(samples_W[list(ranks)].sum()) for ranks in peers]
         lengths = [[int(all_WN[ranks[place], _FIXED + each]) for ranks in peers] for each in range(len(numbers))]
@@ -156,6 +164,8 @@ class SparseAllReduce:
         fields += [len(work.payloads[number]) if status == FINE else 0 for number in numbers]
         sizes = list(proposal.batch_sizes) if proposal is not None else []
         fields += (sizes or [-1] * topology.world.world_size)[: topology.world.world_size]
+        for number in numbers if work.sizes else ():
+            fields += _words(work.own_used[number], work.sizes[number])
         return np.array(fields, dtype=np.int64)
 
     def _check_same_step(self, all_WN: Indices, work: GradientStep, numbers: Sequence[int]) -> None:
@@ -172,7 +182,8 @@ class SparseAllReduce:
             raise PayloadError(f"expected {dict(zip(names, ours, strict=True))}, got {all_WN[0, :4].tolist()}")
 
     def _decision(self, fields_N: Indices, num_buckets: int) -> Decision:
-        sizes = tuple(fields_N[_FIXED + num_buckets :].tolist())
+        first = _FIXED + num_buckets
+        sizes = tuple(fields_N[first : first + self._topology.world.world_size].tolist())
         density = float(fields_N[7:8].view(np.float64)[0])
         return Decision(
             density=min(1.0, density) if math.isfinite(density) and density > 0 else 1.0,
@@ -207,6 +218,18 @@ class SparseAllReduce:
     def _part_size(self, number: int) -> int:
         part = self._topology.part(self._sizes[number])
         return int(part.stop - part.start)
+
+
+def _words(places: Container[int], size: int) -> list[int]:
+    """Returns a set of places below ``size`` as bits."""
+    return [
+        sum(1 << place - first for place in range(first, min(first + _BITS, size)) if place in places)
+        for first in range(0, size, _BITS)
+    ]
+
+
+def _places(words: Sequence[int], size: int) -> set[int]:
+    return {place for place in range(size) if words[place // _BITS] >> place % _BITS & 1}
 
 
 def merge(parts: Sequence[Sparse], weights: Sequence[float]) -> Sparse:

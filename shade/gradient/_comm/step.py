@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shade.errors import GradientError, NonFiniteGradientError
+from shade.errors import ConfigError, GradientError, NonFiniteGradientError
 from shade.gradient._comm.transport import Octets
 from shade.gradient._compress.compressor import Sparse
 from shade.types import Decision
@@ -89,9 +89,14 @@ class GradientStep:
         self.before, self.proposal = before, proposal
         self.scale = 1.0
         """The factor for its gradients: one over the scaler's scale."""
+        self.sizes = tuple(sizes)
         self.gradients: list[list[Tensor | None]] = [[None] * size for size in sizes]
         self._missing = list(sizes)
         self._taken: list[set[int]] = [set() for _ in sizes]
+        self.own_used: list[set[int]] = [set() for _ in sizes]
+        """Places of the parameters of each bucket that have a gradient on this rank."""
+        self.used: list[set[int] | None] = [None] * len(sizes)
+        """The same on any rank with samples, from the counts; None: all of the bucket's parameters."""
         # Events of each bucket, since buckets overlap: all its gradients are here; it is picked and encoded.
         self.ready = [threading.Event() for _ in sizes]
         self.packed = [threading.Event() for _ in sizes]
@@ -125,8 +130,9 @@ class GradientStep:
 
     @property
     def own_failure(self) -> Exception | None:
-        """The first error of this rank that is no gradient that is not finite."""
-        return next((each for each in self.trouble if not isinstance(each, NonFiniteGradientError)), None)
+        """This rank's refusal, or else its first error that is no gradient that is not finite."""
+        own = [each for each in self.trouble if not isinstance(each, NonFiniteGradientError)]
+        return next((each for each in own if isinstance(each, ConfigError)), own[0] if own else None)
 
     def add_cause(self, error: Exception) -> None:
         """Makes this rank's own failure, if there is one, the cause of the error that the step ends with."""
@@ -143,9 +149,11 @@ class GradientStep:
         return position in self._taken[bucket]
 
     def put(self, bucket: int, position: int, gradient: Tensor | None) -> None:
-        """Stores one parameter's gradient (None: zero); the last one of a bucket makes the bucket ready."""
+        """Stores one parameter's gradient (None: it has none); the last one of a bucket makes the bucket ready."""
         self._taken[bucket].add(position)
         self.gradients[bucket][position] = gradient
+        if gradient is not None:
+            self.own_used[bucket].add(position)
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
             on_device = next((each for each in self.gradients[bucket] if each is not None and each.is_cuda), None)

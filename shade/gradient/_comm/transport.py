@@ -1,11 +1,11 @@
 """Wraps a gloo group: the few collectives that gradients need, each of which ends within a timeout.
 
 A dead rank breaks the connection and is noticed at once; a stopped one, or one behind a cut line, is noticed by its
-silence. After the first failure the group is unusable. `_elastic.membership` makes another transport over the
-survivors, with the next generation.
+silence: after ``timeout_seconds``, which must be longer than one rank ever works alone (evaluates, loads, compiles)
+while the others wait in the next step. After the first failure the group is unusable. `_elastic.membership` makes
+another transport over the survivors, with the next generation.
 
-Cost of a group of its own: W² connections. Ranks that wait for one another elsewhere (one evaluates, the others wait
-in the next step) need a timeout longer than that.
+Cost of a group of its own: W² connections.
 
 One thread at a time makes calls, in the same order on every rank. Transports too are made in the same order: PyTorch
 distinguishes groups by how many a rank has made before.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -28,11 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shade.errors import ConfigError, PeerLostError
-from shade.rank_group import free_group, gather_single, new_gloo_group, reason_of
+from shade.rank_group import TIMEOUT_SECONDS, free_group, gather_single, new_gloo_group, reason_of, waiting
 from shade.types import Indices
-
-TIMEOUT_SECONDS = 60.0
-"""The time for which a rank waits for the others in one collective: longer than a usual outage or pause."""
 
 Octets = npt.NDArray[np.uint8]
 PendingGather = Callable[[], list[Octets]]
@@ -62,7 +60,7 @@ class Transport:
         generation: Of the membership; grows by one when a group is formed anew.
 
     Raises:
-        ConfigError: The timeout is not > 0, or this rank is not in the group.
+        ConfigError: The timeout is not > 0, this rank is not in the group, or the ranks have not met.
     """
 
     def __init__(
@@ -87,6 +85,7 @@ class Transport:
         self._numbers = itertools.count()
         self._lost: str | None = None
         self._group: dist.ProcessGroup | None = None
+        self._has_met = True
         self.rank, self.world_size = 0, 1
         self.ranks: tuple[int, ...] = (0,)
         """The members, as torch.distributed numbers them."""
@@ -103,10 +102,15 @@ class Transport:
             self.ranks = tuple(dist.get_process_group_ranks(self._group))
             # A rank that frees the group at once would break one that is still connecting.
             self._run(lambda: dist.barrier(group=self._group))
+        else:
+            self._has_met = False
+            self._check_alone(int(os.environ.get("WORLD_SIZE", "1")))
 
     def gather_fields(self, fields_N: Indices) -> Indices:
         """Gathers every rank's int64 (N,) on every rank; returns int64 (W, N), by rank."""
         if self.world_size == 1:
+            if not self._has_met and dist.is_available() and dist.is_initialized():
+                self._check_alone(dist.get_world_size())
             return fields_N[None].copy()
         all_WN = np.empty((self.world_size, len(fields_N)), dtype=np.int64)
         self._run(self._begin_gather(torch.from_numpy(all_WN.reshape(-1)), torch.from_numpy(fields_N)))
@@ -184,6 +188,13 @@ class Transport:
             self._lost = self._lost or "the transport is closed"
             free_group(group)
 
+    @staticmethod
+    def _check_alone(num_ranks: int) -> None:
+        # Else each rank would train by itself, and say nothing.
+        if num_ranks > 1:
+            cure = "call torch.distributed.init_process_group() before what exchanges gradients is made"
+            raise ConfigError.of(f"the {num_ranks} ranks of this job to be connected", "a rank by itself", cure)
+
     def _begin_gather(self, everything: Tensor, mine: Tensor) -> Callable[[], object]:
         """Starts a gather and returns its end, which does not hold the group (see `_run`)."""
         share = mine.nbytes * (self.world_size - 1)
@@ -207,7 +218,8 @@ class Transport:
             raise self._error()
         started = time.perf_counter() if begun is None else begun
         try:
-            return collective()
+            with waiting():
+                return collective()
         except (RuntimeError, ValueError) as error:
             # Quoted, not chained: its traceback would keep the group alive, and the end of a rank's connections is what
             # shows the others that it has given up.
@@ -224,5 +236,6 @@ class Transport:
         return PeerLostError(
             f"expected all {self.world_size} ranks of generation {self.generation} to answer within "
             f"{self.timeout_seconds:g} s, got on rank {self.rank}: {self._lost}; "
-            "see the lost rank's log, then restart from the last checkpoint or form the group anew"
+            "see the lost rank's log, then restart from the last checkpoint or form the group anew; if none is lost, "
+            "but one does something else for so long (evaluates, loads, compiles), pass a larger timeout_seconds"
         )

@@ -59,7 +59,9 @@ class Bucket:
         self.names = tuple(names) or tuple(str(number) for number in range(len(self.parameters)))
         self.group = group
         self.is_dense = is_dense
-        sizes = [parameter.numel() for parameter in self.parameters]
+        # A thread lays gradients out while the script may bind a parameter to another shape, which `rebind` refuses.
+        self._shapes = [parameter.shape for parameter in self.parameters]
+        sizes = [shape.numel() for shape in self._shapes]
         self.starts: tuple[int, ...] = tuple(int(start) for start in np.cumsum([0, *sizes[:-1]]))
         """The offset of each parameter in the bucket."""
         self.size = sum(sizes)
@@ -82,14 +84,19 @@ class Bucket:
         self._bindings = [_binding(home) for home in self._homes]
         self.rebind()
 
-    def views(self, flat_D: Tensor) -> list[Tensor]:
-        """Returns each parameter's part of a flat array of this bucket's size, in its own shape and strides."""
+    def views(self, flat_D: Tensor, places: range | None = None) -> list[Tensor]:
+        """Returns each parameter's part of a flat array, in its own shape and strides; ``places``: of these neighbours,
+        with the first of which the array begins; None: of all."""
+        places = range(len(self.parameters)) if places is None else places
+        offset = flat_D.storage_offset() - self.starts[places.start]
         return [
-            flat_D[start : start + parameter.numel()].as_strided(
-                parameter.shape, layout, flat_D.storage_offset() + start
-            )
-            for parameter, start, layout in zip(self.parameters, self.starts, self._layouts, strict=True)
+            flat_D.as_strided(self._shapes[place], self._layouts[place], offset + self.starts[place])
+            for place in places
         ]
+
+    def part(self, places: range) -> slice:
+        """Returns where the parameters at these places, neighbours, lie in the bucket."""
+        return slice(self.starts[places.start], self.starts[places[-1]] + self._shapes[places[-1]].numel())
 
     def rebind(self) -> None:
         """Moves parameters that other code has bound to other memory back into the bucket, with their new values.
@@ -115,7 +122,7 @@ class Bucket:
                 self._homes[place].copy_(self.parameters[place].detach().clone())
                 self.parameters[place].data = self._homes[place]
                 if self._remote_D is not None:
-                    part = slice(self.starts[place], self.starts[place] + self._homes[place].numel())
+                    part = self.part(range(place, place + 1))
                     self.weights_D[part].copy_(self._remote_D[part])
                     self._published = None
 
@@ -174,18 +181,16 @@ def plan_buckets(
     names: Mapping[torch.nn.Parameter, str] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     short: int = SHORT,
-    steps: Mapping[torch.nn.Parameter, int] | None = None,
 ) -> list[Bucket]:
     """Packs an optimizer's trainable parameters into buckets, front layers first, and rebinds their memory.
 
-    Parameters of different groups, devices, types or numbers of steps never share a bucket.
+    Parameters of different groups, devices or types never share a bucket.
 
     Args:
         param_groups: As in ``optimizer.param_groups``.
         names: The parameters' names, for messages.
         bucket_bytes: The largest size of a bucket that holds more than one parameter.
         short: Parameters with fewer elements, or with one dimension, are always sent whole.
-        steps: Steps that parameters have taken; fewer if one was frozen for a time.
 
     Returns:
         The buckets, in the order of the first parameter of each.
@@ -207,7 +212,7 @@ def plan_buckets(
             _check(parameter, known.get(parameter, str(position - 1)))
             # Biases and norms are a thousandth of the bytes, and dropped elements hurt most there: they are sent whole.
             is_short = parameter.ndim < 2 or parameter.numel() < short
-            kind = (group, parameter.device, parameter.dtype, is_short, (steps or {}).get(parameter, 0))
+            kind = (group, parameter.device, parameter.dtype, is_short)
             pack = packs[open_packs[kind]][3] if kind in open_packs else []
             held_bytes = 4 * sum(each.numel() for each in pack)
             if not pack or held_bytes + 4 * parameter.numel() > bucket_bytes:

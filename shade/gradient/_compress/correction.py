@@ -23,7 +23,7 @@ References:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +180,18 @@ class CorrectionMemory(ABC):
         self._names = () if correction is None else correction.names
         # New moments go to the second ones, so that a cancelled step can be undone, bit for bit.
         self._arrays, self._others = ([aligned_zeros(size) for _ in self._names] for _ in range(2))
+
+    def corrected(self, gradient_D: Floats, held: Sequence[slice] = ()) -> Floats:
+        """Does what `correct` does, but leaves the moments of ``held`` parts as they are; those have no gradient."""
+        corrected_D = self.correct(gradient_D)
+        if held and self._arrays:
+            # Momentum's new moment and the corrected gradient are one array.
+            corrected_D = corrected_D.copy()
+            for part in held:
+                corrected_D[part] = 0
+                for array_D, other_D in zip(self._arrays, self._others, strict=True):
+                    other_D[part] = array_D[part]
+        return corrected_D
 
     @abstractmethod
     def correct(self, gradient_D: Floats) -> Floats:

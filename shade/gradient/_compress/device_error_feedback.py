@@ -14,7 +14,7 @@ Legend: D bucket · K kept · U units: elements, or lines of 16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class DeviceErrorFeedback:
         """What is kept, float32 (D,), on the device."""
         return self._residual_D
 
-    def compress(self, gradient_D: torch.Tensor, density: float, key: Key) -> Sparse:
+    def compress(self, gradient_D: torch.Tensor, density: float, key: Key, held: Sequence[slice] = ()) -> Sparse:
         """Does what `ErrorFeedback.compress` does, with a gradient on the device; returns host memory."""
         check_density(density)
         if gradient_D.shape != (self.size,) or not gradient_D.is_floating_point():
@@ -69,10 +69,18 @@ class DeviceErrorFeedback:
         moments: Tensors = {}
         if self.correction is not None:
             added_D, moments = self.correction.correct(self._moments, added_D)
+            # Momentum's new moment and the corrected gradient are one tensor.
+            added_D = added_D.clone() if held else added_D
+            for part in held:
+                added_D[part] = 0
+                for name in self.correction.names:
+                    moments[name][part] = self._moments[name][part] if name in self._moments else 0
         rest_D = self._residual_D + added_D
         if self.size and not bool(torch.isfinite(rest_D).all()):
             raise non_finite()
         places_K = self._pick(rest_D, density, key)
+        for part in held:
+            places_K = places_K[(places_K < part.start) | (places_K >= part.stop)]
         values_K = rest_D[places_K].cpu()
         # Rounded on the host: the values cross anyway, and the bits are those of the CPU's quantiser.
         seen = self.quantiser.decode(self.quantiser.encode(values_K.numpy()), len(values_K))

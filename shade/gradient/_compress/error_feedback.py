@@ -84,7 +84,7 @@ class ErrorFeedback:
             gradient_D: Flat, contiguous, on the CPU; float32, bfloat16 or float16; unchanged.
             density: The fraction to send, 0 < density ≤ 1.
             key: The key of this step and bucket.
-            held: Parts of which nothing is sent, ascending.
+            held: Parts without a gradient, ascending: nothing of them is sent, and their moments stay.
 
         Returns:
             The picked elements, with the values that the receiver will see.
@@ -97,7 +97,7 @@ class ErrorFeedback:
         check(added_D, self._residual_D, self._other_residual_D, density)
         # The second buffers are overwritten from here on.
         self._is_undoable = False
-        added_D = self._memory.correct(added_D)
+        added_D = self._memory.corrected(added_D, held)
         picked = self.compressor.select(added_D, self._residual_D, self._other_residual_D, density, key)
         # Before they are rounded: int8 has one scale for neighbours in the message.
         picked = _hold(picked, held, self._other_residual_D)

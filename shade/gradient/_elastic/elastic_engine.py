@@ -33,7 +33,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ from shade.gradient._engine.consistency import broadcast_replica
 from shade.gradient._engine.engine import GradientEngine
 from shade.gradient._engine.replica import broadcast_untrained, broadcast_weights, check_same_setup
 from shade.gradient._kernels.build import build
-from shade.gradient._optim.base import SparseOptimizer
+from shade.gradient._optim.base import SparseOptimizer, plain_groups
 
 _SAMPLED_LINES = 2**14
 
@@ -128,14 +128,6 @@ def lagging_ranks(generation: Generation) -> list[int]:
     return [rank for rank in range(generation.world_size) if not has(rank)]
 
 
-def plain_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns an optimizer's settings by group, without parameters and all that JSON cannot hold."""
-    return [
-        {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
-        for group in param_groups
-    ]
-
-
 def residual_norm(bucket_states: Sequence[BucketState]) -> float:
     """Estimates the norm of all residuals, from a sample of each large bucket."""
     return math.sqrt(sum(_energy(each.feedback) for each in bucket_states))
@@ -147,12 +139,6 @@ def _energy(feedback: ErrorFeedback | DeviceErrorFeedback) -> float:
     if stride > 1:
         residual_D = residual_D[: feedback.size // (16 * stride) * 16 * stride].view(-1, stride, 16)[:, 0]
     return float(residual_D.double().square().sum()) * max(1, stride)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 _PUBLISH_SECONDS = 1.0
@@ -253,7 +239,7 @@ class ElasticEngine(GradientEngine):
     def _connect(self, purpose: str) -> Transport:
         return self._membership.connect(purpose)
 
-    def _synchronise(self, world: Transport, refusal: ConfigError | None = None) -> None:
+    def _synchronise(self, world: Transport, refusal: Exception | None = None) -> None:
         """Sends what some ranks lack, from the lowest rank that has it; from rank 0 before the first step."""
         check_same_setup(world, self._model, self._buckets, self._settings, refusal)
         generation = self._membership.generation
@@ -269,8 +255,8 @@ class ElasticEngine(GradientEngine):
         if generation.rank in lagging:
             for group, settings in zip(self._optimizer.param_groups, source_status["groups"], strict=True):
                 group.update({name: tuple(each) if isinstance(each, list) else each for name, each in settings.items()})
-        for bucket, names in zip(self._buckets, source_status["moments"], strict=True):
-            self._optimizer.add_moments(bucket, names)
+        for bucket, layout in zip(self._buckets, source_status["layouts"], strict=True):
+            self._optimizer.take_layout(bucket, layout)
             broadcast_replica(world, self._optimizer, bucket, source)
         self._is_whole = True
 
@@ -363,7 +349,7 @@ class ElasticEngine(GradientEngine):
             "plan": self._plan.state_dict(),
             "scaling": self._scale.status(),
             "groups": plain_groups(self._optimizer.param_groups),
-            "moments": [self._optimizer.moments_of(bucket) for bucket in self._buckets],
+            "layouts": [self._optimizer.layout_of(bucket) for bucket in self._buckets],
         }
 
     def _catch_up(self, generation: Generation) -> None:

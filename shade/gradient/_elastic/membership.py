@@ -28,9 +28,11 @@ import torch
 import torch.distributed as dist
 
 from shade.errors import ConfigError, GradientError, PeerLostError
-from shade.gradient._comm.transport import TIMEOUT_SECONDS, FormedGroup, Transport
+from shade.gradient._comm.transport import FormedGroup, Transport
 from shade.gradient._elastic.rendezvous import Rendezvous
 
+TIMEOUT_SECONDS = 60.0
+"""Longest silence of a rank: longer than a usual outage or pause, since the others continue without it afterwards."""
 PATIENCE_SECONDS, DEAD_SECONDS, GIVE_UP_SECONDS = 30.0, 5.0, 600.0
 _POLL_SECONDS = 0.05
 

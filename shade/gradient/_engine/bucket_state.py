@@ -130,6 +130,7 @@ def _pack_late(work: GradientStep) -> dict[str, Any]:
         "step": work.step,
         "num_samples": work.num_samples,
         "norm": work.norm,
+        "used": [None if used is None else sorted(used) for used in work.used],
         "overflow": str(work.error) if isinstance(work.error, NonFiniteGradientError) else None,
         "decision": None if work.decision is None else plain_decision(work.decision),
         # Tensors, not arrays: torch.load reads them with weights_only, its default.
@@ -146,6 +147,7 @@ def _unpack_late(state: Mapping[str, Any] | None, bucket_states: Sequence[Bucket
     failure = None if state["overflow"] is None else NonFiniteGradientError(state["overflow"])
     if state["decision"] is not None:
         work.decision = read_decision(state["decision"])
+    work.used = [None if used is None else set(used) for used in state["used"]]
     for bucket_state, indices, values in zip(bucket_states, state["indices"], state["values"], strict=False):
         indices_K = np.asarray(indices, dtype=np.int64)
         if len(indices_K) and not 0 <= int(indices_K.min()) <= int(indices_K.max()) < bucket_state.bucket.size:

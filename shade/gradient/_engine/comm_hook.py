@@ -36,18 +36,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
+from shade.errors import ConfigError, NonFiniteGradientError, PayloadError, PeerLostError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
 from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import FlatTopology
-from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
+from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.compressor import COMPRESSORS, Key, Sparse
 from shade.gradient._compress.correction import STEPS, Correction
 from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import WarmUp
 from shade.gradient._engine.gradient_hooks import LossScale
-from shade.gradient._engine.replica import check_none_refuses
+from shade.gradient._engine.replica import check_same_setup
+from shade.rank_group import TIMEOUT_SECONDS
 
 _JOIN_SECONDS = 5.0
 _NO_BACKWARD = -1
@@ -59,7 +60,8 @@ class _Job:
     """One bucket of one step."""
 
     number: int
-    buffer_D: Tensor
+    buffer: Tensor
+    """Flat; the gradient itself where it is sparse, as an embedding's."""
     parameters: list[Tensor]
     is_last: bool
     computed: torch.cuda.Event | None
@@ -68,6 +70,9 @@ class _Job:
 
 class SparseState:
     """The state of `sparse_hook` between steps. Its constructor is collective; `close` it at the end.
+
+    Made before torch.distributed is initialised, as where Lightning's strategy gets it, it meets the other ranks in the
+    first backward pass.
 
     Args:
         model: The module, bare or wrapped, for its parameters' names.
@@ -79,6 +84,9 @@ class SparseState:
         group: DDP's ranks; None: all.
         timeout_seconds: Longest silence of a rank.
         seed: For the compressors' random choices; the same on every rank.
+
+    Raises:
+        ConfigError: An argument is out of range, or differs between ranks; raised on all ranks.
     """
 
     def __init__(
@@ -97,18 +105,31 @@ class SparseState:
         def make(size: int) -> ErrorFeedback:
             return ErrorFeedback(size, make_compressor(), make_quantiser(), correction=correction)
 
-        refusal: ConfigError | None = None
+        refusal: Exception | None = None
         try:
             make_compressor, make_quantiser = COMPRESSORS.get(compressor), QUANTISERS.get(quantiser)
             self._warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001 - raised once the others know it, or they would wait for this rank
             refusal = error
-        self._topology = FlatTopology(Transport(group, timeout_seconds=timeout_seconds))
-        check_none_refuses(self._topology.world, refusal)
+        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        settings = {
+            "compressor, quantiser, seed": [compressor, quantiser, seed],
+            "density, correction": [repr(density), repr(correction)],
+            "scaler": LossScale(scaler).skips,
+        }
+        self._topology: FlatTopology | None = None
+
+        def meet() -> FlatTopology:
+            world = Transport(group, timeout_seconds=timeout_seconds)
+            check_same_setup(world, bare, [], settings, refusal)
+            return FlatTopology(world)
+
+        self._meet = meet
+        if refusal is not None or not dist.is_available() or dist.is_initialized():
+            self._topology = meet()
         self.num_samples = 1
         """Weight of this rank's gradient; set it before the backward pass."""
         self._step, self._is_under_way = 0, False
-        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._residual_store = ResidualStore(bare, make)
         self._quantiser, self._seed = quantiser, seed
         self._scale = LossScale(scaler)
@@ -151,11 +172,14 @@ class SparseState:
         """Ends the thread and frees the group. Safe to call twice."""
         self._inbox.put(None)
         self._thread.join(_JOIN_SECONDS)
-        self._topology.close()
+        if self._topology is not None:
+            self._topology.close()
 
     def _submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Queues one of DDP's buckets; returns the future of its averaged gradient."""
-        buffer_D = bucket.buffer()
+        buffer = bucket.buffer()
+        if self._topology is None:
+            self._topology = self._meet()
         if bucket.index() == 0:
             self._settle()
             self._is_under_way, self._unscale = True, self._scale.unscale
@@ -163,10 +187,10 @@ class SparseState:
         if bucket.is_last() and not is_shadow:
             _after_backward(self._raise)
         computed, devices = None, None
-        if buffer_D.is_cuda:
-            computed, devices = torch.cuda.current_stream(buffer_D.device).record_event(), [buffer_D.device]
+        if buffer.is_cuda:
+            computed, devices = torch.cuda.current_stream(buffer.device).record_event(), [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        job = _Job(bucket.index(), buffer_D, list(bucket.parameters()), bucket.is_last(), computed, future)
+        job = _Job(bucket.index(), buffer, list(bucket.parameters()), bucket.is_last(), computed, future)
         self._inbox.put(job)
         if not is_shadow:
             return future
@@ -185,14 +209,14 @@ class SparseState:
             average_D = self._average(job)
         except Exception as error:  # noqa: BLE001 - all ranks have it, and _raise raises it
             self._error = self._error or error
-            average_D = None
-        if average_D is not None:
-            job.buffer_D.copy_(torch.from_numpy(average_D))
-        else:
             # NaN, in case a script steps anyway.
             # A failed future would leave DDP in a state that it cannot continue from (decision 0017).
-            job.buffer_D.fill_(float("nan"))
-        job.future.set_result(job.buffer_D)
+            average_D = np.full(job.buffer.numel(), float("nan"), dtype=np.float32)
+        try:
+            job.future.set_result(_filled(job.buffer, torch.from_numpy(average_D)))
+        except Exception as error:  # noqa: BLE001 - better than a backward pass that never returns
+            self._error = self._error or error
+            job.future.set_exception(error)  # type: ignore[arg-type]
 
     def _raise(self) -> None:
         if self._error is not None and not (isinstance(self._error, NonFiniteGradientError) and self._scale.skips):
@@ -200,21 +224,24 @@ class SparseState:
 
     def _average(self, job: _Job) -> Any:
         """Compresses, exchanges and merges; all ranks fail or none."""
-        if job.computed is not None:
-            job.computed.synchronize()
-        # Residuals are in unscaled units, so that a new scale does not spoil them.
-        gradient_D = job.buffer_D.detach().to("cpu", torch.float32, copy=True).mul_(self._unscale)
-        size = gradient_D.numel()
+        assert self._topology is not None, "_submit made it"
+        size = job.buffer.numel()
         all_reduce = SparseAllReduce(self._topology, [0] * job.number + [size], [self._quantiser] * (job.number + 1))
         work = GradientStep(self._step, [], self._warm_up.at(self._step), self.num_samples)
         work.damage = self._damage
         try:
             feedback = self._residual_store.of(job.parameters)
+            if job.computed is not None:
+                job.computed.synchronize()
+            dense = job.buffer.to_dense() if job.buffer.is_sparse else job.buffer
+            # Residuals are in unscaled units, so that a new scale does not spoil them.
+            gradient_D = dense.detach().reshape(-1).to("cpu", torch.float32, copy=True).mul_(self._unscale)
             chosen = Sparse.empty(size)
             if self.num_samples:
                 # DDP drops the average of a parameter that no rank used in the step (``find_unused_parameters``): its
                 # residual stays until the rank uses it again.
-                key, unused = Key(self._seed, self._step, job.number), _unused(gradient_D, job.parameters)
+                unused = self._residual_store.unused(gradient_D, job.parameters)
+                key = Key(self._seed, self._step, job.number)
                 chosen = feedback.compress(gradient_D, work.density, key, unused)
                 self._chosen.append((feedback, chosen))
             work.payloads[job.number] = all_reduce.pack(work, job.number, chosen)
@@ -239,10 +266,11 @@ class SparseState:
         self._step += self._is_under_way
         self._is_under_way = False
         for feedback, sent in chosen:
-            if isinstance(error, NonFiniteGradientError):
-                feedback.undo()
-            elif error is not None:
+            # As in the engine's pipeline.
+            if isinstance(error, (PeerLostError, PayloadError)):
                 feedback.absorb(sent)
+            elif error is not None:
+                feedback.undo()
 
 
 def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
@@ -258,12 +286,12 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
     return state._submit(bucket)
 
 
-def _unused(gradient_D: Tensor, parameters: Sequence[Tensor]) -> list[slice]:
-    """Returns the parts of a bucket whose parameters have no gradient."""
-    ends = np.cumsum([0, *(parameter.numel() for parameter in parameters)]).tolist()
-    parts = [slice(*bounds) for bounds in pairwise(ends)]
-    # Most gradients show in their first elements that they are not all zero.
-    return [part for part in parts if not (gradient_D[part][:64].any() or gradient_D[part].any())]
+def _filled(buffer: Tensor, content_D: Tensor) -> Tensor:
+    """Returns the buffer with new content; in place of a sparse one another, which holds the rows that are not zero."""
+    if not buffer.is_sparse:
+        return buffer.copy_(content_D)
+    dense = content_D.to(buffer.device, buffer.dtype).view(buffer.shape)
+    return dense.to_sparse(buffer.sparse_dim())
 
 
 def _after_backward(call: Callable[[], None]) -> None:
@@ -288,7 +316,8 @@ class ResidualStore:
 
     def __init__(self, model: nn.Module, make: Callable[[int], ErrorFeedback]) -> None:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._sizes = {name: parameter.numel() for parameter, name in self._names.items()}
+        # DDP lays a complex gradient out as pairs of real numbers.
+        self._sizes = {name: each.numel() * (1 + each.is_complex()) for each, name in self._names.items()}
         self._make = make
         self._buckets: dict[tuple[str, ...], ErrorFeedback] = {}
         self._by_parameter: dict[str, dict[str, Tensor]] = {}
@@ -317,6 +346,13 @@ class ResidualStore:
                 feedback.load_state_dict(whole | ({STEPS: torch.stack(counted).amin(dim=0)} if counted else {}))
             self._buckets[key] = feedback
         return self._buckets[key]
+
+    def unused(self, gradient_D: Tensor, parameters: Sequence[Tensor]) -> list[slice]:
+        """Returns the parts of a bucket whose parameters have no gradient."""
+        ends = np.cumsum([0, *(self._sizes[self._names[each]] for each in parameters)]).tolist()  # type: ignore[index]
+        parts = [slice(*bounds) for bounds in pairwise(ends)]
+        # Most gradients show in their first elements that they are not all zero.
+        return [part for part in parts if not (gradient_D[part][:64].any() or gradient_D[part].any())]
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Returns copies of the residuals, by parameter."""

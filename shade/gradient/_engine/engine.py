@@ -11,12 +11,15 @@
             scheduler.step()
         engine.finish()                           # before an evaluation, a snapshot by hand, the end
 
-``p.grad`` cannot be read between the backward pass and the end of the step, and is None afterwards.
+``p.grad`` cannot be read or changed between the backward pass and the end of the step, and is None afterwards. A script
+that takes gradients back, or puts others into ``p.grad``, goes backward inside `GradientEngine.accumulate`: those leave
+at `GradientEngine.step`.
 
 * **Staleness** 1: `step` applies the previous step's gradient, while this one's is exchanged behind the next forward
   and backward; the first step applies nothing, `finish` the last.
-* Parameters that are **frozen** at construction keep rank 0's values; after others are frozen or unfrozen, make a new
-  engine. A parameter without a gradient in a step counts as zero on this rank; other ranks' gradients count.
+* Parameters that are **frozen** at construction keep rank 0's values; after one is unfrozen, make a new engine. A
+  parameter without a gradient in a step counts as zero on this rank; other ranks' gradients count. Without one on any
+  rank, it takes no step, as in PyTorch.
 * **Errors** are raised by `step` and `finish` on every rank, with weights and residuals as before the step. Training
   may continue after `NonFiniteGradientError` and `PayloadError`. After `PeerLostError` the group is lost; only an
   `ElasticEngine` continues with the remaining ranks.
@@ -40,7 +43,7 @@ from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import PROTOCOL
 from shade.gradient._comm.step import GradientStep, StepState
 from shade.gradient._comm.topology import FlatTopology, NodeTopology, Topology
-from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
+from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import Correction
@@ -57,7 +60,8 @@ from shade.gradient._engine.replica import (
     check_none_refuses,
     check_same_setup,
 )
-from shade.gradient._optim.base import SparseOptimizer, corrections_of
+from shade.gradient._optim.base import SparseOptimizer, corrections_of, plain_groups
+from shade.rank_group import TIMEOUT_SECONDS
 from shade.types import Decision, StepReport
 
 
@@ -119,18 +123,16 @@ class GradientEngine:
         }
         self._group_settings: dict[str, Any]
         self._group_settings = {"group": group, "timeout_seconds": timeout_seconds, "generation": generation}
-        refusal: ConfigError | None = None
+        refusal: Exception | None = None
         try:
             _check_arguments(model, optimizer, staleness)
             warm_up = density if isinstance(density, WarmUp) else WarmUp(density)
             corrections = corrections_of(optimizer, correction, clip_norm)
             names = {parameter: name for name, parameter in model.named_parameters()}
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            steps = {each: int(optimizer.state.get(each, {}).get("step", 0)) for each in parameters}
-            self._buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes, steps=steps)
+            self._buckets = plan_buckets(optimizer.param_groups, names, bucket_bytes)
             self._settings["density"] = [warm_up.density, warm_up.num_steps, warm_up.first_density]
             self._settings["clip_norm, corrections"] = [clip_norm, *map(repr, corrections)]
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001
             # Raised only once the others know it, or they would wait for this rank.
             refusal, self._buckets = error, []
         # The check has a group of its own, because the exchange thread may be using the first one.
@@ -182,7 +184,8 @@ class GradientEngine:
     def accumulate(self) -> AbstractContextManager[None]:
         """Returns a context whose backward passes only add up; the last one of a step goes outside.
 
-        Their gradients are summed, as usual in PyTorch: divide the loss by the number of passes for a mean.
+        Their gradients are summed, as usual in PyTorch: divide the loss by the number of passes for a mean. If the last
+        one stands inside too, all leave at `step`, which then takes what the script has left or put in ``p.grad``.
         """
         return self._gradient_hooks.accumulate()
 
@@ -201,7 +204,7 @@ class GradientEngine:
         """
         self._check_open()
         work = self._open
-        refusal = _refusal_of(self._check_parameters, lambda: self._gradient_hooks.check_none_frozen(work))
+        refusal = _refusal_of(self._check_parameters, lambda: self._gradient_hooks.check_none_taken_back(work))
         if refusal is not None:
             self._gradient_hooks.refuse(work, refusal)
             self._open = self._begin(work.step + 1)
@@ -357,9 +360,10 @@ class GradientEngine:
         del purpose
         return Transport(**self._group_settings)
 
-    def _synchronise(self, world: Transport, refusal: ConfigError | None = None) -> None:
+    def _synchronise(self, world: Transport, refusal: Exception | None = None) -> None:
         """Gives this rank the same model, settings and weights as the group. Collective; raises a rank's refusal."""
-        check_same_setup(world, self._model, self._buckets, self._settings, refusal)
+        settings = self._settings | ({} if refusal else _optimizer_settings(self._optimizer))
+        check_same_setup(world, self._model, self._buckets, settings, refusal)
         broadcast_weights(world, self._model, self._buckets)
 
     def _attach(self, topology: Topology, check_transport: Transport) -> None:
@@ -410,13 +414,16 @@ class GradientEngine:
 
     def _apply(self, work: GradientStep) -> None:
         """Applies the sparse step, on the training thread: no other place changes weights."""
-        # Without gradients it only runs the registered step hooks.
-        self._optimizer.step()
         # The norm is rank 0's: a sum's last bit depends on the processor (decision 0017).
         factor = min(1.0, self._clip_norm / work.norm) if self._clip_norm and work.norm else 1.0
-        for bucket_state, merged in zip(self._bucket_states, work.merged, strict=False):
-            scaled = merged if factor == 1.0 else Sparse(merged.indices_K, merged.values_K * factor, merged.size)
-            self._optimizer.apply(bucket_state.bucket, scaled)
+
+        def apply_merged() -> None:
+            for bucket_state, merged, used in zip(self._bucket_states, work.merged, work.used, strict=False):
+                scaled = merged if factor == 1.0 else Sparse(merged.indices_K, merged.values_K * factor, merged.size)
+                self._optimizer.apply(bucket_state.bucket, scaled, used)
+
+        # Within it, because hooks before and after a step expect the weights of before and after.
+        self._optimizer.step(apply_merged)
         self._applied = work.step, work.norm
 
     def _check_open(self) -> None:
@@ -440,6 +447,13 @@ class GradientEngine:
         self._check_open()
         if not self._gradient_hooks.is_empty:
             raise ConfigError.of("to be between two steps", "gradients of a step", "call engine.step() first")
+
+
+def _optimizer_settings(optimizer: SparseOptimizer) -> dict[str, Any]:
+    return {
+        "flush_every of the optimizer": optimizer.flush_every,
+        **{f"optimizer group {number}": each for number, each in enumerate(plain_groups(optimizer.param_groups))},
+    }
 
 
 def _check_arguments(model: nn.Module, optimizer: SparseOptimizer, staleness: int) -> None:

@@ -25,6 +25,12 @@ from shade.errors import ConfigError
 from shade.gradient._comm.step import GradientStep, StepState
 from shade.gradient._engine.bucket_state import BucketState
 
+_LEFT = "gradients to be left to the engine after the backward pass"
+_TAKE_BACK = (
+    "go backward inside `with engine.accumulate():`, from which gradients leave at engine.step(); "
+    "or drop a batch by engine.num_samples = 0 before its backward pass"
+)
+
 
 class MovedGradient(torch.Tensor):
     """Stands in ``p.grad`` for a gradient that is on its way; has its shape, and no values."""
@@ -41,8 +47,11 @@ class MovedGradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
-        cure = "clip with GradientEngine(..., clip_norm=...); engine.step() unscales and steps the optimizer"
-        raise ConfigError.of("gradients to be left to the engine after the backward pass", str(func), cure)
+        cure = (
+            "clip with GradientEngine(..., clip_norm=...), change a rank's own gradient in p.register_hook(...); "
+            "engine.step() unscales, steps the optimizer and clears p.grad"
+        )
+        raise ConfigError.of(_LEFT, str(func), cure)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MovedGradient({tuple(self.shape)})"
@@ -102,15 +111,16 @@ class GradientHooks:
                     expected = "gradients of the parameters that were trainable when the engine was made"
                     raise ConfigError.of(expected, got, cure)
 
-    def check_none_frozen(self, work: GradientStep) -> None:
-        """Raises `ConfigError` if a parameter was frozen after the engine was made."""
-        # Momentum, weight decay and residual would still move it.
+    def check_none_taken_back(self, work: GradientStep) -> None:
+        """Raises `ConfigError` if a gradient that has left is not in ``p.grad`` any more, or another one is."""
+        if work.sealed.is_set():
+            # An earlier refusal has cleared them.
+            return
         for parameter, (number, position) in self._places.items():
-            if parameter.requires_grad or work.has(number, position) or self._gradient_of(parameter) is not None:
-                continue
-            expected = f"parameters that are still trained, {self._bucket_states[number].bucket.names[position]!r} too"
-            cure = "call finish() and make a new engine after parameters were frozen"
-            raise ConfigError.of(expected, "requires_grad=False", cure)
+            if work.has(number, position) and parameter.grad is not self._stand_in(parameter):
+                name = self._bucket_states[number].bucket.names[position]
+                got = f"p.grad of {name!r} {'set to None' if parameter.grad is None else 'replaced'}, after it had left"
+                raise ConfigError.of(_LEFT, got, _TAKE_BACK)
 
     def seal(self, work: GradientStep) -> None:
         """Ends a step's backward pass: a missing gradient counts as zero. This rank's errors reach all ranks."""
@@ -150,7 +160,8 @@ class GradientHooks:
             name = self._bucket_states[number].bucket.names[position]
             cure = (
                 "put all but the last into `with engine.accumulate():` (all, where reentrant checkpoints share a "
-                "weight), or call engine.step() after each; freeze it for a pass that is not to train it, as in a GAN"
+                "weight), or call engine.step() after each, with engine.num_samples = 0 for a batch to be dropped; "
+                "freeze it for a pass that is not to train it, as in a GAN"
             )
             refusal = ConfigError.of("one backward pass per step", f"a second gradient of {name!r}", cure)
             self.refuse(work, refusal)
@@ -161,16 +172,20 @@ class GradientHooks:
             self._sums[parameter] = parameter.grad
         # Not None, with which ``clip_grad_norm_`` would clip nothing and say nothing. Between accumulated passes, too:
         # their sum is this rank's alone, and ``optimizer.step()`` would apply it.
-        moved = self._moved[parameter]  # type: ignore[index]
-        # p.grad must have its parameter's type and device. The step refuses a converted parameter.
-        is_converted = (moved.dtype, moved.device) != (parameter.dtype, parameter.device)
-        parameter.grad = None if is_converted else moved
+        parameter.grad = self._stand_in(parameter)
 
     def _put(self, work: GradientStep, number: int, position: int, parameter: Tensor) -> None:
         # One scale for the whole step: `LossScale.stepped` may move it before the last gradient is gathered.
         if work.is_untouched:
             work.scale = self._scale.unscale
-        work.put(number, position, self._gradient_of(parameter))
+        # The step refuses a converted parameter, with its name; its gradient would only fail in the thread before.
+        work.put(number, position, None if self._stand_in(parameter) is None else self._gradient_of(parameter))
+
+    def _stand_in(self, parameter: Tensor) -> MovedGradient | None:
+        """Returns what stands in p.grad, which must have its parameter's type, device and shape."""
+        moved = self._moved[parameter]  # type: ignore[index]
+        now = (parameter.dtype, parameter.device, parameter.shape)
+        return moved if (moved.dtype, moved.device, moved.shape) == now else None
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad

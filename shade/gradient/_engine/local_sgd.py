@@ -37,11 +37,12 @@ from shade.errors import ConfigError, StateMismatchError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
 from shade.gradient._comm.step import GradientStep
 from shade.gradient._comm.topology import FlatTopology
-from shade.gradient._comm.transport import TIMEOUT_SECONDS, Transport
+from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, plan_buckets
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._engine.bucket_state import EngineState, make_bucket_states
 from shade.gradient._engine.replica import average_buffers, broadcast_weights, check_all_known, check_same_setup
+from shade.rank_group import TIMEOUT_SECONDS
 
 
 class DiLoCo:
@@ -86,11 +87,11 @@ class DiLoCo:
         self._model, self._every, self._lr, self._momentum = model, every, lr, momentum
         self._density, self._seed = density, seed
         names, buckets = {parameter: name for name, parameter in model.named_parameters()}, []
-        refusal: ConfigError | None = None
+        refusal: Exception | None = None
         try:
             _check_arguments(every, lr, momentum, density)
             buckets = plan_buckets([{"params": list(names)}], names, bucket_bytes)
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001 - raised once the others know it, or they would wait for this rank
             refusal = error
         self._known = {parameter for bucket in buckets for parameter in bucket.parameters}
         world = Transport(group, timeout_seconds=timeout_seconds)

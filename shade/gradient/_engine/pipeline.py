@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from shade.errors import NonFiniteGradientError, PeerLostError
+from shade.errors import PayloadError, PeerLostError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
 from shade.gradient._comm.step import GradientStep, StepState, Undelivered
 from shade.gradient._comm.topology import Topology
@@ -136,7 +136,12 @@ class _Stages:
             started = time.perf_counter()
             bucket = self._bucket_states[number].bucket
             with self._on_stream(bucket.device):
-                gradient_D = self._gather(work, number, share * work.scale)
+                try:
+                    gradient_D = self._gather(work, number, share * work.scale)
+                except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
+                    # Not raised here: the other ranks of the node would wait in the sum.
+                    work.trouble.append(error)
+                    gradient_D = self._gradient_D[: bucket.size]
                 if gradient_D.device.type == "cpu":
                     gradient_D = self._topology.reduce(gradient_D)
                 if weight and not work.trouble:
@@ -151,12 +156,32 @@ class _Stages:
     def _choose(self, work: GradientStep, number: int, gradient_D: torch.Tensor, density: float) -> None:
         feedback = self._bucket_states[number].feedback
         try:
-            chosen = feedback.compress(gradient_D, density, Key(self._seed, work.step, number))
+            held = self._held(work, number, gradient_D)
+            chosen = feedback.compress(gradient_D, density, Key(self._seed, work.step, number), held)
             work.chosen[number] = chosen
             work.payloads[number] = self._all_reduce.pack(work, number, chosen)
             work.costs.num_chosen += chosen.count
         except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
             work.trouble.append(error)
+
+    def _held(self, work: GradientStep, number: int, gradient_D: torch.Tensor) -> list[slice]:
+        """Returns the parts of this rank's share of a bucket for which there is no gradient.
+
+        Their residual stays until there is one again: if no rank has a gradient of a parameter, none steps it.
+        """
+        bucket, used = self._bucket_states[number].bucket, work.own_used[number]
+        if len(used) == work.sizes[number]:
+            return []
+        share, held = self._topology.part(bucket.size), []
+        for place in range(work.sizes[number]):
+            part = bucket.part(range(place, place + 1))
+            first, last = (min(max(each, share.start), share.stop) - share.start for each in (part.start, part.stop))
+            if place in used or first == last:
+                continue
+            # Another rank of the node may have one, which is in the sum. Such a sum is on the host.
+            if gradient_D.device.type != "cpu" or not gradient_D[first:last].any():
+                held.append(slice(first, last))
+        return held
 
     def _gather(self, work: GradientStep, number: int, scale: float) -> torch.Tensor:
         """Returns the bucket's gradient where it is picked, on the host or its device."""
@@ -197,8 +222,12 @@ class _Stages:
             try:
                 self._exchange(work)
             except Exception as error:  # noqa: BLE001 - the training thread raises it
-                self._restore_residuals(work, error)
                 failure = error
+            if failure is not None:
+                try:
+                    self._restore_residuals(work, failure)
+                except Exception as error:  # noqa: BLE001 - else the training thread would wait for ever
+                    error.__cause__, failure = failure, error
             work.costs.exchange_seconds = link.seconds - before[0]
             work.costs.bytes_sent = link.bytes_sent - before[1]
             work.costs.bytes_received = link.bytes_received - before[2]
@@ -238,10 +267,10 @@ class _Stages:
         work.wait(StepState.PACKED)
         if not isinstance(error, PeerLostError):
             work.unvoted = None
-        # A gradient with NaN is dropped: its step never was. After a lost peer or a damaged payload the chosen elements
-        # go back into the residuals, and are sent later (decision 0017).
-        if isinstance(error, NonFiniteGradientError):
+        # After a lost peer or a damaged payload the chosen elements go back into the residuals, and are sent later
+        # (decision 0017). A gradient with NaN, or one that a rank has refused, is dropped: its step never was.
+        if isinstance(error, (PeerLostError, PayloadError)):
+            self._undelivered.put(work)
+        else:
             for number in work.chosen:
                 self._bucket_states[number].feedback.undo()
-        else:
-            self._undelivered.put(work)

@@ -28,11 +28,12 @@ def check_same_setup(
     model: nn.Module,
     buckets: Sequence[Bucket],
     settings: Mapping[str, Any],
-    refusal: ConfigError | None = None,
+    refusal: Exception | None = None,
 ) -> None:
     """Compares names, shapes, types and ``settings`` (JSON-plain) of all ranks. Collective.
 
-    A difference, or a ``refusal`` on any rank, raises `ConfigError` on all ranks; the message names what and where.
+    A difference, or another rank's ``refusal``, raises `ConfigError` on all ranks; the message names what and where.
+    This rank's own is raised as it is.
     """
     parameters = {name: _describe(parameter) for name, parameter in model.named_parameters()}
     trained = {name: f"bucket {number}" for number, each in enumerate(buckets) for name in each.names}
@@ -40,7 +41,7 @@ def check_same_setup(
     mine = {**{f"setting {name}": value for name, value in settings.items()}, **buffers}
     mine |= {f"parameter {name}": f"{shape}, {trained.get(name, 'frozen')}" for name, shape in parameters.items()}
     # An error that names the difference, on all ranks, instead of a hang in the first exchange.
-    everyone = transport.gather_messages(mine if refusal is None else {"refusal": str(refusal)})
+    everyone = transport.gather_messages(mine if refusal is None else {"refusal": str(refusal) or repr(refusal)})
     if refusal is not None:
         raise refusal
     for rank, theirs in enumerate(everyone):

@@ -25,10 +25,9 @@ import numpy as np
 from torch.optim.optimizer import ParamsT
 
 from shade.errors import ConfigError
-from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._optim.base import FLUSH_EVERY, SparseOptimizer, loops
-from shade.gradient._optim.memory import OptimizerMemory
+from shade.gradient._optim.memory import BucketPart, OptimizerMemory
 from shade.types import Floats
 
 _TOLERANCE = 1e-7
@@ -88,10 +87,10 @@ class SparseAdam(SparseOptimizer):
         }
         super().__init__(params, defaults, flush_every)
 
-    def _new_memory(self, bucket: Bucket, step: int) -> OptimizerMemory:
+    def _new_memory(self, part: BucketPart, step: int) -> OptimizerMemory:
         history = np.zeros((6, self.flush_every + 1))
         history[[_KEEP_M, _KEEP_V]] = 1.0
-        return OptimizerMemory(bucket, step, history, np.zeros((self.flush_every + 1, 9), dtype=np.float32))
+        return OptimizerMemory(part, step, history, np.zeros((self.flush_every + 1, 9), dtype=np.float32))
 
     def _step(self, memory: OptimizerMemory, group: Mapping[str, Any], sparse: Sparse) -> bool:
         if not memory.moments:
@@ -113,7 +112,7 @@ class SparseAdam(SparseOptimizer):
         return False
 
     def _sweep(self, memory: OptimizerMemory, start: int, stop: int) -> None:
-        table_6F = _table(memory, self.param_groups[memory.bucket.group]["eps"])
+        table_6F = _table(memory, self.param_groups[memory.part.group]["eps"])
         replay = bool(memory.rows[:, _COUPLED].any())
         memory.sweep(
             start,

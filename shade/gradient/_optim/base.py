@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -37,7 +38,7 @@ from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._compress.correction import AdamCorrection, Correction
 from shade.gradient._kernels.build import build
-from shade.gradient._optim.memory import OptimizerMemory
+from shade.gradient._optim.memory import BucketPart, OptimizerMemory
 
 FLUSH_EVERY = 16
 _FLUSH = "call flush() on every rank first, or keep the bucket size and flush_every"
@@ -67,8 +68,8 @@ class SparseOptimizer(Optimizer, ABC):
         if flush_every < 1:
             raise ConfigError.of("flush_every ≥ 1 step", flush_every, f"{FLUSH_EVERY} is the default")
         self.flush_every = flush_every
-        self._memories: dict[Parameter, OptimizerMemory] = {}
-        """Keyed by the first parameter of the bucket."""
+        self._memories: dict[Bucket, list[OptimizerMemory]] = {}
+        """Of each bucket's parts, in order; most buckets have one."""
         self._lags: list[dict[str, Any]] = []
         """Loaded state of buckets that have not been seen yet."""
         self._lock = threading.Lock()
@@ -76,12 +77,13 @@ class SparseOptimizer(Optimizer, ABC):
 
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def apply(self, bucket: Bucket, sparse: Sparse) -> None:
+    def apply(self, bucket: Bucket, sparse: Sparse, used: Container[int] | None = None) -> None:
         """Takes one step of a bucket. Different buckets may be stepped by different threads.
 
         Args:
             bucket: Of parameters of one group; the same object at every step. Its `Bucket.weights_D` move.
             sparse: The gradient; may be empty.
+            used: Places of the parameters that have a gradient; None: all. The others stay as they are.
 
         Raises:
             GradientError: The gradient has another bucket's size.
@@ -93,17 +95,20 @@ class SparseOptimizer(Optimizer, ABC):
         self._opt_called = True
         bucket.rebind()
         bucket.take_changes()
-        memory = self._memory(bucket)
         group = self.param_groups[bucket.group]
         if group["maximize"]:
             sparse = Sparse(sparse.indices_K, -sparse.values_K, sparse.size)
-        memory.advance()
-        is_sparse = self._step(memory, group, sparse)
-        if not is_sparse:
-            # One part in turn, so that no element lags further than ``flush_every`` steps.
-            turn = (memory.step - 1) % self.flush_every
-            start, stop = (memory.num_lines * each // self.flush_every for each in (turn, turn + 1))
-            self._sweep(memory, start, stop)
+        is_sparse = True
+        for memory in self._parts_by(bucket, used):
+            if used is not None and memory.part.places.start not in used:
+                continue
+            memory.advance()
+            if not self._step(memory, group, memory.part.cut(sparse)):
+                is_sparse = False
+                # One range in turn, so that no element lags further than ``flush_every`` steps.
+                turn = (memory.step - 1) % self.flush_every
+                start, stop = (memory.num_lines * each // self.flush_every for each in (turn, turn + 1))
+                self._sweep(memory, start, stop)
         bucket.publish(sparse.indices_K if is_sparse else None)
 
     @torch.no_grad()
@@ -111,10 +116,11 @@ class SparseOptimizer(Optimizer, ABC):
         """Takes one step with the gradients in ``p.grad``, dense or ``torch.sparse``.
 
         A parameter that is in no bucket yet gets one of its own. A parameter without a gradient is skipped, as in
-        PyTorch; within a bucket its gradient counts as zero if another parameter has one.
+        PyTorch.
 
         Args:
-            closure: Computes the loss and the gradients again.
+            closure: Computes the loss and the gradients again. An engine's applies what the ranks exchanged: the step's
+                hooks run before and after it.
 
         Returns:
             The closure's result.
@@ -125,13 +131,18 @@ class SparseOptimizer(Optimizer, ABC):
                 loss = closure()
         for bucket in self._all_buckets():
             gradients = [parameter.grad for parameter in bucket.parameters]
-            if any(gradient is not None for gradient in gradients):
+            used = {place for place, gradient in enumerate(gradients) if gradient is not None}
+            if used:
+                self._check_gradients()
                 gradient_D = torch.empty(bucket.size)
                 bucket.gather(gradients, gradient_D)
                 array_D = gradient_D.numpy()
                 indices_K = np.flatnonzero(array_D).astype(np.uint32)
-                self.apply(bucket, Sparse(indices_K, array_D[indices_K], bucket.size))
+                self.apply(bucket, Sparse(indices_K, array_D[indices_K], bucket.size), used)
         return loss
+
+    def _check_gradients(self) -> None:
+        """Hook: may refuse to step with gradients that no engine has taken."""
 
     def flush(self) -> None:
         """Brings every element up to date. Call it on all ranks or none, before weights are evaluated or exported."""
@@ -140,17 +151,18 @@ class SparseOptimizer(Optimizer, ABC):
         # Weights change as in a step, and a snapshot may still be copying them: its hook waits.
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})
-        for memory in self._memories.values():
-            if memory.is_behind:
-                memory.bucket.rebind()
-                memory.bucket.take_changes()
-                self._sweep(memory, 0, memory.num_lines)
-                memory.bucket.publish()
+        for bucket, memories in self._memories.items():
+            if any(memory.is_behind for memory in memories):
+                bucket.rebind()
+                bucket.take_changes()
+                for memory in memories:
+                    self._catch_up(memory)
+                bucket.publish()
 
     @property
     def is_behind(self) -> bool:
         """True if `flush` would change anything."""
-        return any(memory.is_behind for memory in self._memories.values())
+        return any(memory.is_behind for memories in self._memories.values() for memory in memories)
 
     def replica(self, bucket: Bucket) -> list[npt.NDArray[np.uint8]]:
         """Returns all bytes that have to be the same on every rank: weights, moments, lags, tables. Writable.
@@ -161,32 +173,35 @@ class SparseOptimizer(Optimizer, ABC):
         Returns:
             Views of the bucket's own memory, empty ones left out; step counts last.
         """
-        memory = self._memory(bucket)
-        memory.counted[0] = memory.step
-        arrays: list[Any] = [bucket.array(), *memory.moments.values(), memory.last_L, memory.history, memory.rows]
-        return [array.reshape(-1).view(np.uint8) for array in (*arrays, memory.counted) if array.size]
+        arrays: list[Any] = [bucket.array()]
+        for memory in self._parts_of(bucket):
+            memory.counted[0] = memory.step
+            arrays += [*memory.moments.values(), memory.last_L, memory.history, memory.rows, memory.counted]
+        return [array.reshape(-1).view(np.uint8) for array in arrays if array.size]
 
-    def moments_of(self, bucket: Bucket) -> list[str]:
-        """Returns the names of the moments that a bucket has by now; ranks need the same to share a `replica`."""
-        return list(self._memory(bucket).moments)
+    def layout_of(self, bucket: Bucket) -> list[list[Any]]:
+        """Returns of each part of a bucket how many parameters it has, and the names of the moments that it has by now;
+        JSON-plain. Ranks need the same to share a `replica`."""
+        return [[len(memory.part.parameters), *memory.moments] for memory in self._parts_of(bucket)]
 
-    def add_moments(self, bucket: Bucket, names: Sequence[str]) -> None:
-        """Adds the moments that another rank has to a bucket; they are 0 until its replica is taken over.
-
-        Args:
-            bucket: The bucket.
-            names: The result of `moments_of` on that rank.
-        """
-        memory = self._memory(bucket)
-        for name in names:
-            if name not in memory.moments:
+    def take_layout(self, bucket: Bucket, layout: Sequence[Sequence[Any]]) -> None:
+        """Gives a bucket the parts and moments of `layout_of` on another rank, whose replica is to be taken over."""
+        if self.layout_of(bucket) == [list(each) for each in layout]:
+            return
+        memories, start = [], 0
+        for num_parameters, *names in layout:
+            memory = self._new_memory(BucketPart(bucket, range(start, start + num_parameters)), 0)
+            start += num_parameters
+            for name in names:
                 memory.add_moment(name)
-        self._publish_state(memory)
+            self._publish_state(memory)
+            memories.append(memory)
+        self._memories[bucket] = memories
 
     def take_replica(self, bucket: Bucket) -> None:
         """Continues from what was written to the views of `replica`."""
-        memory = self._memory(bucket)
-        memory.go_to(int(memory.counted[0]))
+        for memory in self._parts_of(bucket):
+            memory.go_to(int(memory.counted[0]))
         bucket.publish()
 
     def correction(self, group: Mapping[str, Any]) -> Correction | None:
@@ -202,7 +217,7 @@ class SparseOptimizer(Optimizer, ABC):
         return None
 
     @abstractmethod
-    def _new_memory(self, bucket: Bucket, step: int) -> OptimizerMemory:
+    def _new_memory(self, part: BucketPart, step: int) -> OptimizerMemory:
         """Hook: returns a memory without moments."""
 
     @abstractmethod
@@ -227,42 +242,70 @@ class SparseOptimizer(Optimizer, ABC):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point() or parameter.layout is not torch.strided:
-                got = f"{parameter.dtype} {parameter.layout}"
-                raise ConfigError.of(
-                    "dense real floating-point parameters", got, "use an optimizer of torch.optim for it"
-                )
+                got, cure = f"{parameter.dtype} {parameter.layout}", "use an optimizer of torch.optim for it"
+                raise ConfigError.of("dense real floating-point parameters", got, cure)
 
     def _all_buckets(self) -> list[Bucket]:
-        held = {each for memory in self._memories.values() for each in memory.bucket.parameters}
-        buckets = [memory.bucket for memory in self._memories.values()]
+        buckets = list(self._memories)
+        held = {each for bucket in buckets for each in bucket.parameters}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.numel() and parameter not in held:
                     buckets.append(Bucket([parameter], group=number))
         return buckets
 
-    def _memory(self, bucket: Bucket) -> OptimizerMemory:
-        memory = self._memories.get(bucket.parameters[0])
-        if memory is not None and memory.bucket is bucket:
-            return memory
-        with self._lock:
-            return self._adopt(bucket)
+    def _parts_of(self, bucket: Bucket) -> list[OptimizerMemory]:
+        """Returns the memories of a bucket's parts."""
+        memories = self._memories.get(bucket)
+        if memories is None:
+            with self._lock:
+                memories = self._memories[bucket] = self._adopt(bucket)
+        return memories
 
-    def _adopt(self, bucket: Bucket) -> OptimizerMemory:
-        """Returns a memory for a new bucket, with the known state of its parameters."""
-        for first, earlier in list(self._memories.items()):
-            if not set(bucket.parameters).isdisjoint(earlier.bucket.parameters):
-                if earlier.is_behind:
-                    raise ConfigError.of(
-                        "the buckets of before, or buckets that are up to date", "new buckets that lag", _FLUSH
-                    )
-                del self._memories[first]
-        states = [self.state.get(parameter, {}) for parameter in bucket.parameters]
-        steps = {int(state["step"]) if "step" in state else 0 for state in states}
-        if len(steps) > 1:
-            cure = "load the optimizer's state before the engine is made: it then gives them buckets of their own"
-            raise ConfigError.of("parameters that have taken equally many steps", sorted(steps), cure)
-        memory = self._new_memory(bucket, steps.pop())
+    def _parts_by(self, bucket: Bucket, used: Container[int] | None) -> list[OptimizerMemory]:
+        """Returns the memories after splitting parts of which only some parameters are ``used``."""
+        memories = self._parts_of(bucket)
+        # Parts with equal steps become one again where nothing lags: a run that resumes there does the same.
+        joins = len(memories) > 1 and not any(memory.is_behind for memory in memories)
+        if not joins and used is None:
+            return memories
+        with self._lock:
+            if joins:
+                memories = self._adopt(bucket)
+            parts: list[OptimizerMemory] = []
+            for memory in memories:
+                runs = [memory.part.places] if used is None else _runs(memory.part.places, used.__contains__)
+                if len(runs) > 1:
+                    self._catch_up(memory)
+                    parts += [self._memory_of(BucketPart(bucket, run)) for run in runs]
+                else:
+                    parts.append(memory)
+            self._memories[bucket] = parts
+        return parts
+
+    def _adopt(self, bucket: Bucket) -> list[OptimizerMemory]:
+        """Returns the memories of a new bucket, with the known state of its parameters."""
+        for earlier, memories in list(self._memories.items()):
+            if not set(bucket.parameters).isdisjoint(earlier.parameters):
+                if any(memory.is_behind for memory in memories):
+                    expected = "the buckets of before, or buckets that are up to date"
+                    raise ConfigError.of(expected, "new buckets that lag", _FLUSH)
+                del self._memories[earlier]
+        numbers = {parameter: number for number, parameter in enumerate(self._numbered())}
+        lagging = {number: place for place, lag in enumerate(self._lags) for number in lag["parameters"]}
+
+        def steps_of(place: int) -> tuple[int, int | None]:
+            parameter = bucket.parameters[place]
+            lag = lagging.get(numbers[parameter]) if lagging else None
+            return int(self.state.get(parameter, {}).get("step", 0)), lag
+
+        runs = _runs(range(len(bucket.parameters)), steps_of)
+        return [self._memory_of(BucketPart(bucket, run)) for run in runs]
+
+    def _memory_of(self, part: BucketPart) -> OptimizerMemory:
+        """Returns a new memory with the state of its parameters, which have taken equally many steps."""
+        states = [self.state.get(parameter, {}) for parameter in part.parameters]
+        memory = self._new_memory(part, int(states[0].get("step", 0)))
         for name in self.moments:
             known = [state.get(name) for state in states]
             if any(tensor is not None for tensor in known):
@@ -272,16 +315,19 @@ class SparseOptimizer(Optimizer, ABC):
                         if tensor is not None:
                             view.copy_(tensor)
         self._take_lag(memory)
-        self._memories[bucket.parameters[0]] = memory
         self._publish_state(memory)
         return memory
 
+    def _catch_up(self, memory: OptimizerMemory) -> None:
+        if memory.is_behind:
+            self._sweep(memory, 0, memory.num_lines)
+
     def _publish_state(self, memory: OptimizerMemory) -> None:
         # Where PyTorch's optimizers keep it, in the same memory.
-        for parameter, parameter_step in zip(memory.bucket.parameters, memory.parameter_steps, strict=True):
+        for parameter, parameter_step in zip(memory.part.parameters, memory.parameter_steps, strict=True):
             self.state[parameter] = {"step": parameter_step}
         for name in memory.moments:
-            for parameter, view in zip(memory.bucket.parameters, memory.views(name), strict=True):
+            for parameter, view in zip(memory.part.parameters, memory.views(name), strict=True):
                 self.state[parameter][name] = view
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -289,6 +335,8 @@ class SparseOptimizer(Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as any optimizer does, and ``lags`` of buckets that are not up to date. Changes nothing."""
         state = super().state_dict()
+        # PyTorch's optimizers know nothing of a parameter before its first step.
+        state["state"] = {number: entry for number, entry in state["state"].items() if _has_stepped(entry)}
         lags = self._all_lags()
         return {**state, "lags": lags} if lags else state
 
@@ -333,9 +381,12 @@ class SparseOptimizer(Optimizer, ABC):
 
     def _all_lags(self) -> list[dict[str, Any]]:
         numbers = {parameter: number for number, parameter in enumerate(self._numbered())}
-        behind = [memory for memory in self._memories.values() if memory.is_behind]
+        behind = [each for each in self._memories.values() if any(memory.is_behind for memory in each)]
+        # All parts of a bucket that lags in one of them: a resumed run needs the same parts.
         lags = [
-            {"parameters": [numbers[each] for each in memory.bucket.parameters], **memory.lag()} for memory in behind
+            {"parameters": [numbers[each] for each in memory.part.parameters], **memory.lag()}
+            for memories in behind
+            for memory in memories
         ]
         return lags + self._lags
 
@@ -343,9 +394,9 @@ class SparseOptimizer(Optimizer, ABC):
         parameters = self._numbered()
         for lag in list(self._lags):
             mine = [parameters[number] for number in lag["parameters"]]
-            if set(mine).isdisjoint(memory.bucket.parameters):
+            if set(mine).isdisjoint(memory.part.parameters):
                 continue
-            if mine != list(memory.bucket.parameters) or not memory.resume(lag):
+            if mine != list(memory.part.parameters) or not memory.resume(lag):
                 raise ConfigError.of("the buckets with which the state was saved", "other buckets", _FLUSH)
             self._lags.remove(lag)
 
@@ -378,6 +429,30 @@ def corrections_of(
         got = f"{type(optimizer).__name__} with {wanted}"
         raise ConfigError.of("SparseSGD without momentum where a correction remembers", got, "leave one of them out")
     return [wanted] * len(own)
+
+
+def plain_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns an optimizer's settings by group, without parameters and all that JSON cannot hold."""
+    return [
+        {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
+        for group in param_groups
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _has_stepped(entry: Mapping[str, Any]) -> bool:
+    return len(entry) > 1 or bool(entry.get("step", 0))
+
+
+def _runs(places: range, key: Callable[[int], Any]) -> list[range]:
+    """Splits places into runs of equal keys."""
+    starts = [place for place in places if place == places.start or key(place) != key(place - 1)]
+    return [range(start, stop) for start, stop in pairwise([*starts, places.stop])]
 
 
 def _copied(value: Any) -> Any:

@@ -18,7 +18,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.optimizer import ParamsT
@@ -68,22 +68,11 @@ class LocalAdamW(SparseSGD):
     def correction(self, group: Mapping[str, Any]) -> AdamCorrection:
         return AdamCorrection(tuple(group["betas"]), group["eps"])
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Runs the step hooks; the engine applies gradients.
-
-        Args:
-            closure: None.
-
-        Returns:
-            None.
-
-        Raises:
-            ConfigError: There are gradients, and no engine has turned them into directions.
-        """
-        if closure is not None or any(each.grad is not None for each in self._numbered()):
-            cure = "call engine.step(), or use torch.optim.AdamW where no engine is"
-            raise ConfigError.of(f"{type(self).__name__} under a GradientEngine", "optimizer.step()", cure)
-        return super().step()
+    @override
+    def _check_gradients(self) -> None:
+        # No engine has turned them into directions.
+        cure = "call engine.step(), or use torch.optim.AdamW where no engine is"
+        raise ConfigError.of(f"{type(self).__name__} under a GradientEngine", "optimizer.step()", cure)
 
 
 class LocalAdam(LocalAdamW):

@@ -1,4 +1,5 @@
-"""The state of a sparse optimizer for one bucket: its moments, and up to which step each line of 16 has moved.
+"""The state of a sparse optimizer for a bucket, or a part of one: its moments, and up to which step each line of 16 has
+moved.
 
 A line is a cache line of float32: an access to one of its elements loads all of them, so all are brought up to date.
 That makes the bookkeeping a sixteenth of what single elements would need, and neighbours of what is touched never lag.
@@ -26,23 +27,58 @@ OnLines = Callable[[Floats, Sequence[Floats], Places, int, int], None]
 """x, moments, last step of each line, from line, to line."""
 
 
-class OptimizerMemory:
-    """Holds the arrays of one bucket; the optimizer defines what they mean.
+class BucketPart:
+    """Neighbouring parameters of a bucket that have taken the same steps; usually all of them.
+
+    A parameter without a gradient on any rank takes no step, as in PyTorch; then its bucket is stepped in parts.
 
     Args:
         bucket: The bucket.
+        places: Of the parameters in it; None: all.
+    """
+
+    def __init__(self, bucket: Bucket, places: range | None = None) -> None:
+        self.bucket, self.group = bucket, bucket.group
+        self.places = range(len(bucket.parameters)) if places is None else places
+        self.parameters = bucket.parameters[self.places.start : self.places.stop]
+        self._part = bucket.part(self.places)
+        self.size = self._part.stop - self._part.start
+
+    def array(self) -> Floats:
+        """Returns the weights as a numpy array of the bucket's memory."""
+        return self.bucket.array()[self._part]
+
+    def views(self, flat_D: torch.Tensor) -> list[torch.Tensor]:
+        """Returns each parameter's part of a flat array of this part's size; see `Bucket.views`."""
+        return self.bucket.views(flat_D, self.places)
+
+    def cut(self, sparse: Sparse) -> Sparse:
+        """Returns what a gradient of the bucket holds for this part."""
+        if self.size == sparse.size:
+            return sparse
+        first, last = np.searchsorted(sparse.indices_K, (self._part.start, self._part.stop))
+        return Sparse(
+            sparse.indices_K[first:last] - np.uint32(self._part.start), sparse.values_K[first:last], self.size
+        )
+
+
+class OptimizerMemory:
+    """Holds the arrays of one part of a bucket; the optimizer defines what they mean.
+
+    Args:
+        part: The part.
         step: Steps that it has taken already.
         history: float64, one column for each lag.
         rows: float32, the coefficients of the last steps.
     """
 
-    def __init__(self, bucket: Bucket, step: int, history: npt.NDArray[np.float64], rows: Floats) -> None:
-        self.bucket = bucket
+    def __init__(self, part: BucketPart, step: int, history: npt.NDArray[np.float64], rows: Floats) -> None:
+        self.part = part
         self.history, self.rows = history, rows
-        self.num_lines = -(-bucket.size // LINE)
+        self.num_lines = -(-part.size // LINE)
         self.last_L: Places = np.full(self.num_lines, step, dtype=np.uint32)
         self.moments: dict[str, Floats] = {}
-        self.parameter_steps = torch.full((len(bucket.parameters),), float(step))
+        self.parameter_steps = torch.full((len(part.parameters),), float(step))
         """The step, one for each parameter, as PyTorch's optimizers keep it."""
         self.counted = np.zeros(1, dtype=np.int64)
         """A second copy of the step, to which another rank's step can be written."""
@@ -64,8 +100,8 @@ class OptimizerMemory:
         return self.moments[name]
 
     def views(self, name: str) -> list[torch.Tensor]:
-        """Returns a moment as one tensor for each parameter of the bucket, in the same memory."""
-        return self.bucket.views(torch.from_numpy(self.moments[name][: self.bucket.size]))
+        """Returns a moment as one tensor for each parameter, in the same memory."""
+        return self.part.views(torch.from_numpy(self.moments[name][: self.part.size]))
 
     @property
     def is_behind(self) -> bool:
@@ -74,7 +110,7 @@ class OptimizerMemory:
 
     def touch(self, sparse: Sparse, apply: OnTouched) -> None:
         """Calls ``apply`` for the touched elements in whole lines, then for those in a last line that is not whole."""
-        x, moments = self.bucket.array(), list(self.moments.values())
+        x, moments = self.part.array(), list(self.moments.values())
         whole = len(x) // LINE
         body = whole * LINE
         if body == len(x):
@@ -99,7 +135,7 @@ class OptimizerMemory:
             stop: Behind the last.
             apply: Brings lines up to date.
         """
-        x, moments = self.bucket.array(), list(self.moments.values())
+        x, moments = self.part.array(), list(self.moments.values())
         whole = len(x) // LINE
         body = whole * LINE
         if start < min(stop, whole):

@@ -20,10 +20,9 @@ import numpy.typing as npt
 from torch.optim.optimizer import ParamsT
 
 from shade.errors import ConfigError
-from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.compressor import Sparse
 from shade.gradient._optim.base import FLUSH_EVERY, SparseOptimizer, loops
-from shade.gradient._optim.memory import OptimizerMemory
+from shade.gradient._optim.memory import BucketPart, OptimizerMemory
 
 _BUFFER = "momentum_buffer"
 
@@ -75,10 +74,10 @@ class SparseSGD(SparseOptimizer):
         }
         super().__init__(params, defaults, flush_every)
 
-    def _new_memory(self, bucket: Bucket, step: int) -> OptimizerMemory:
+    def _new_memory(self, part: BucketPart, step: int) -> OptimizerMemory:
         history = np.zeros((4, self.flush_every + 1))
         history[3] = 1.0
-        return OptimizerMemory(bucket, step, history, np.zeros((0, 0), dtype=np.float32))
+        return OptimizerMemory(part, step, history, np.zeros((0, 0), dtype=np.float32))
 
     def _step(self, memory: OptimizerMemory, group: Mapping[str, Any], sparse: Sparse) -> bool:
         # With neither momentum nor weight decay nothing lags, nothing is kept, and only the touched elements move.

@@ -194,6 +194,7 @@ class LocalServer:
                 start_new_session=True,
             )
         _running.add(self)
+        weakref.finalize(self, _end, self._watchdog).atexit = False
         self._owner = os.getpid()
         assert self._watchdog.stdout is not None
         # The watchdog prints the id before the server can answer, so a failed start can be ended too.
@@ -229,8 +230,7 @@ class LocalServer:
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is None or watchdog.stdin is None or self._owner != os.getpid():
             return
-        watchdog.stdin.close()
-        watchdog.wait()
+        _end(watchdog)
         self.process_id = 0
         if not self._private:
             Path(self.socket_path).unlink(missing_ok=True)
@@ -249,6 +249,13 @@ class LocalServer:
             watchdog.stdin.close()
             # Not ours to wait for: it is the parent's child.
             watchdog.returncode = 0
+
+
+def _end(watchdog: subprocess.Popen[bytes]) -> None:
+    """Ends a server by its watchdog, and waits until it is gone. Safe to call twice, and in a child after fork."""
+    if watchdog.stdin is not None:
+        watchdog.stdin.close()
+    watchdog.wait()
 
 
 def _let_go_of_all() -> None:

@@ -53,7 +53,7 @@ class Watched(Tier):
         self._do("commit", lambda: self.inner.commit(place, record))
 
     @override
-    def held(self) -> Mapping[str, Commit]:
+    def held(self, known: Mapping[str, Commit] | None = None) -> Mapping[str, Commit]:
         found = self.inner.held()
         self.damaged = self.inner.damaged
         return found

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shade.checkpoint._capture.app_state import AppState, renamed
+from shade.checkpoint._capture.app_state import AppState, steppers
+from shade.checkpoint._capture.module_state import renamed
 from shade.data import ShadeSampler
 from shade.errors import ConfigError, StateMismatchError
 from tests.support.launching import same_state
+from tests.support.states import assert_same
 
 
 class Counter:
@@ -66,6 +69,29 @@ def test_parameters_are_shared_and_steady_and_the_rest_is_each_ranks_own() -> No
     assert shared == captured.steady == {"model/0.weight", "model/0.bias", "model/1.weight", "model/1.bias"}
     own = {name for name in captured.tensors if name.startswith("model/1.running_mean")}
     assert own == {"model/1.running_mean@rank1"}
+
+
+def test_a_second_name_of_a_buffer_is_a_buffers_and_one_of_a_parameter_a_parameters() -> None:
+    net = model()
+    net.again = torch.nn.Sequential(net[0], net[1])
+    captured = contents(model=net).capture(1, 2)
+    assert {name for name in captured.tensors if "@" not in name} == {
+        *("model/0.weight", "model/0.bias", "model/1.weight", "model/1.bias")
+    }
+    assert captured.steady == {name for name in captured.tensors if "@" not in name}
+
+
+def test_what_was_seen_to_change_is_copied_at_once_from_then_on() -> None:
+    net = torch.nn.ModuleDict({"q": torch.nn.Linear(2, 2), "k": torch.nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(net["q"].parameters(), momentum=0.9)
+    made = contents(model=net, optimizer=optimizer)
+    names = {"model/q.weight", "model/q.bias", "model/k.weight", "model/k.bias"}
+    assert made.capture(0, 1).steady == names
+    made.note_torn()
+    assert made.capture(0, 1).steady == {"model/q.weight", "model/q.bias"}
+    assert {name for name in made.capture(1, 2).tensors if "@" not in name} == names  # shared as before
+    made.note_torn()
+    assert made.capture(0, 1).steady == frozenset()
 
 
 def test_ranks_that_hold_different_parameters_share_nothing() -> None:
@@ -130,6 +156,81 @@ def test_a_model_that_does_not_fit_is_named_and_nothing_is_changed(other: torch.
     assert counter.count == 1
     assert torch.equal(generator, torch.get_rng_state())
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
+def test_the_scripts_own_hooks_see_no_step_of_a_restore() -> None:
+    source = contents(**dict(zip(("model", "optimizer"), stepped(torch.optim.Adam), strict=True)))
+    module, optimizer = stepped(torch.optim.Adam)
+    made = contents(model=module, optimizer=optimizer)
+    tree, tensors = saved(source)
+    seen: list[Any] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *each: seen.append(each)),
+        register_optimizer_step_post_hook(lambda *each: seen.append(each)),
+    ]
+    try:
+        made.load(tree, tensors, ["model", "optimizer"])
+        assert seen == []
+        optimizer.step()
+        assert len(seen) == 2
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As optimizers are wrapped by those who never call the constructor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+def test_an_optimizer_in_a_wrapper_comes_back_and_the_inner_one_is_waited_for() -> None:
+    module, optimizer = stepped(torch.optim.Adam)
+    other, target = model(), torch.optim.Adam(model().parameters())
+    tree, tensors = saved(contents(model=module, optimizer=Accelerated(optimizer)))
+    contents(model=other, optimizer=Accelerated(target)).load(tree, tensors, ["model", "optimizer"])
+    assert_same(target.state_dict(), optimizer.state_dict())
+    assert steppers(Accelerated(target)) == steppers(target) == [target]
+
+
+class Collected(torch.optim.SGD):
+    """As ZeroRedundancyOptimizer is."""
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collects the state on one rank."""
+
+
+class Failing(torch.optim.SGD):
+    """Has no state to give."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not yet")
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (lambda: Collected(model().parameters()), "Collected, which collects it on one"),
+        (lambda: Failing(model().parameters()), "'bad' to give its state, got 'RuntimeError: not yet'"),
+        (lambda: Accelerated(None), "'Accelerated, which has not called __init__'"),  # type: ignore[arg-type]
+        (lambda: torch.nn.ParameterList([torch.nn.Parameter(torch.eye(2).to_sparse())]), "to_dense"),
+    ],
+)
+def test_what_no_restore_would_take_is_refused_when_it_is_attached_and_nothing_is(bad: Any, complaint: str) -> None:
+    made = contents(counter=Counter())
+    with pytest.raises(ConfigError, match=complaint):
+        made.attach({"model": model(), "bad": bad()})
+    assert made.names == ["random", "counter"]
 
 
 def test_an_optimizer_of_other_groups_or_shapes_is_named() -> None:
@@ -348,18 +449,31 @@ def test_names_that_nobody_knows() -> None:
 
 def test_the_epoch_is_that_of_whatever_counts_epochs() -> None:
     sampler = Counter()
-    assert contents(sampler=sampler).epoch == 0
+    assert contents(sampler=sampler).epoch is None
     sampler.epoch = 4  # type: ignore[attr-defined]
     assert contents(counter=Counter(), sampler=sampler).epoch == 4
+    scheduled = model()
+    scheduled.epoch = 7  # type: ignore[assignment]  # for a weight in its loss
+    assert contents(model=scheduled, sampler=sampler).epoch == 4
+    assert contents(model=scheduled).epoch is None
 
 
 def test_unlike_models_have_unlike_digests() -> None:
-    same = [contents(model=model()).capture(rank, 2).replica(2) for rank in range(2)]
+    same = [contents(model=model()).capture(rank, 2).replica(2, 1) for rank in range(2)]
     assert same[0] == same[1] != ""
     other = model()
     with torch.no_grad():
         other[1].bias[0] += 1
-    assert contents(model=other).capture(1, 2).replica(2) != same[0]
+    assert contents(model=other).capture(1, 2).replica(2, 1) != same[0]
+
+
+def test_models_that_differ_in_few_rows_have_unlike_digests_in_some_save() -> None:
+    """An embedding whose first row is padding, of ranks that met other words."""
+    words = [torch.nn.Embedding.from_pretrained(torch.zeros(1000, 32)) for _ in range(2)]
+    words[1].weight[500, 3] = 1
+    captured = [contents(model=each).capture(0, 2) for each in words]
+    unlike = [number for number in range(500) if captured[0].replica(2, number) != captured[1].replica(2, number)]
+    assert len(unlike) == 2  # of 250 words to a sample
 
 
 # ── wrappers ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,14 @@ import torch
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.tensor_copy import Copying
+from shade.checkpoint._flush.flusher import Flusher
+from shade.checkpoint._format.digest import canonical, digest_of
 from shade.checkpoint._format.manifest import Manifest
+from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._interchange.export import import_state
 from shade.checkpoint._session import open_tiers as tiers_module
-from shade.checkpoint._session.checkpointer import Checkpointer
+from shade.checkpoint._session.checkpointer import Checkpointer, load_weights
+from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.data._sampler.sampler import ShadeSampler
 from shade.errors import (
@@ -329,7 +336,7 @@ def test_what_is_read_in_place_is_verified_and_nothing_keeps_hanging_on_it(
         reading = begin(second)
         return reading, second, reading.restore_latest().tiers
 
-    (buffer,) = own_folder(run).glob("*.data")
+    (buffer,) = own_folder(run).rglob("*.data")
     reading, second, tiers = restored()
     assert tiers == ("shared memory",)
     content = buffer.read_bytes()
@@ -524,8 +531,10 @@ def test_two_runs_of_one_id_are_refused(
     begin: Callable[..., Checkpointer], server: LocalServer, tmp_path: Path
 ) -> None:
     for places in ({}, {"store": str(server.url.reveal()), "persist_to": None}):
-        with begin(**places), pytest.raises(RunInUseError, match="saves under; choose another id"):
-            begin(**places)
+        with begin(**places):
+            with pytest.raises(RunInUseError, match=r"another Checkpointer of that run: close\(\) it first"):
+                begin(**places)
+            begin(persist_to=tmp_path / "other").close()
 
 
 @pytest.mark.multiprocess
@@ -568,6 +577,92 @@ def test_what_memory_has_lost_is_never_called_durable(
             store.delete_many(list(store.scan("shade:checkpoint:")))
         with pytest.raises(CheckpointError, match="neither there nor in storage"):
             checkpointer.wait_durable()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.redis
+def test_a_chunk_that_memory_has_lost_is_put_back_while_a_save_is_waited_for(
+    begin: Callable[..., Checkpointer], server: LocalServer, run: str, tmp_path: Path, no_flusher: None
+) -> None:
+    memory = MemoryTier(open_store(server.url, timeout_seconds=5), run)
+    storage = StorageTier(open_volume(str(tmp_path / "durable")), run)
+    with memory.store, begin(Training(), store=str(server.url.reveal())) as checkpointer:
+        flusher = Flusher(memory, storage, Keep.parse("all"))
+        checkpointer.save()
+        checkpointer.wait_committed()
+        memory.store.delete_many([next(key for key in memory.store.scan("shade:checkpoint:") if "chunk" in key)])
+        with pytest.raises(CorruptCheckpointError, match="is lost or damaged in every copy"):
+            flusher.flush_one()
+        waiting = threading.Thread(target=checkpointer.wait_durable, args=(60,))
+        waiting.start()
+        while not storage.held():
+            with contextlib.suppress(CorruptCheckpointError):
+                flusher.flush_one()
+            time.sleep(0.05)
+        waiting.join()
+        assert not memory.dirty()
+    memory.close()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.redis
+def test_a_save_that_memory_has_lost_in_part_and_nothing_else_has_is_said(
+    begin: Callable[..., Checkpointer],
+    server: LocalServer,
+    run: str,
+    no_flusher: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiers_module, "_MEND_SECONDS", 0.01)
+    memory = MemoryTier(open_store(server.url, timeout_seconds=5), run)
+    with memory.store, begin(Training(), store=str(server.url.reveal())) as checkpointer:
+        checkpointer.save()
+        checkpointer.wait_committed()
+        memory.store.delete_many([next(key for key in memory.store.scan("shade:checkpoint:") if "chunk" in key)])
+        shutil.rmtree(own_folder(run))
+        memory.note_damage(next(iter(memory.held())))
+        with pytest.raises(CheckpointError, match=r"step 0 to stay whole in cluster memory .*; save again"):
+            checkpointer.wait_durable()
+    memory.close()
+
+
+def test_a_snapshot_of_a_newer_version_is_no_reason_to_go_back_to_an_older_one(
+    begin: Callable[..., Checkpointer], run: str, tmp_path: Path
+) -> None:
+    with begin(Training(), keep="all") as checkpointer:
+        for _ in range(2):
+            checkpointer.step()
+            checkpointer.save()
+            checkpointer.wait_durable()
+    path = tmp_path / "durable" / run / "step-0000000002" / "commit.json"
+    plain = path.read_bytes()
+    body = json.loads(plain) | {"version": 3}
+    del body["digest"]
+    path.write_bytes(canonical(body | {"digest": digest_of(canonical(body))}))
+    training = Training()
+    before = training.model[0].weight.detach().clone()
+    with begin(training) as checkpointer:
+        with pytest.raises(CheckpointError, match="use the shade that wrote it"):
+            checkpointer.restore_latest()
+        assert torch.equal(training.model[0].weight, before)
+    path.write_bytes(plain.replace(b'"version":1', b'"version":3'))  # damaged, and no newer one
+    with begin(training) as checkpointer:
+        assert checkpointer.restore_latest().step == 1
+
+
+def test_what_nothing_attached_takes_is_said(
+    begin: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 10)
+    with begin(training) as checkpointer:
+        checkpointer.attach(scheduler=scheduler)
+        checkpointer.save()
+    with begin(Training()) as checkpointer:
+        checkpointer.restore_latest(only=["model"])
+        assert "scheduler" not in caplog.text
+        checkpointer.restore_latest()
+        assert "step 0 also holds scheduler, which nothing attached takes" in caplog.text
 
 
 def test_what_a_crashed_save_left_half_written_is_removed_by_the_next_training(
@@ -654,6 +749,80 @@ def test_an_exception_leaves_shared_memory_and_a_good_end_does_not(
     assert not own_folder(run).exists()
     with begin(Training()) as checkpointer:
         assert checkpointer.restore_latest().tiers == ("storage",)
+
+
+def test_what_another_storages_run_left_in_memory_is_not_restored(
+    begin: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    killed = begin(Training())
+    killed.step()
+    killed.save()
+    killed.wait_durable()
+    crash(killed)
+    with begin(Training(), persist_to=tmp_path / "other") as other:
+        assert not other.restore_latest()
+        other.save()
+    shutil.copytree(tmp_path / "other", tmp_path / "copy")
+    with begin(Training(), persist_to=tmp_path / "copy") as copy:
+        assert copy.restore_latest().tiers == ("storage",)
+    shutil.rmtree(tmp_path / "durable")  # emptied, to begin afresh under the same path
+    with begin(Training()) as afresh:
+        assert not afresh.restore_latest()
+        assert afresh.list() == []
+
+
+def test_two_with_one_run_id_and_storages_of_their_own_stay_apart(
+    begin: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    pair = [(tmp_path / name, torch.nn.Linear(300, 300)) for name in ("teacher", "student")]
+    for number, (_, model) in enumerate(pair):
+        torch.nn.init.constant_(model.weight, number + 1.0)
+    opened = [begin(persist_to=folder, keep="all", strategy="copy") for folder, _ in pair]
+    for checkpointer, (_, model) in zip(opened, pair, strict=True):
+        checkpointer.attach(model=model)
+    for _ in range(4):
+        for checkpointer in opened:
+            checkpointer.step()
+            checkpointer.save()
+    for checkpointer, (folder, _), value in zip(opened, pair, (1.0, 2.0), strict=True):
+        checkpointer.close()
+        for step in range(1, 5):
+            restored = torch.nn.Linear(300, 300)
+            load_weights(restored, persist_to=folder, run=checkpointer.run, step=step)
+            assert restored.weight.unique().tolist() == [value]
+
+
+def test_nothing_is_done_after_close(begin: Callable[..., Checkpointer]) -> None:
+    checkpointer = begin(Training())
+    checkpointer.close()
+    for action in (checkpointer.step, checkpointer.save, checkpointer.restore_latest, checkpointer.watch):
+        with pytest.raises(ConfigError, match=r"an open Checkpointer, got '.*\(\) after close\(\)'"):
+            action()
+
+
+def test_an_epoch_that_nothing_counts_is_named_when_it_is_asked_for(
+    begin: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    with begin(Training()) as checkpointer:
+        assert checkpointer.restore_latest().epoch == 0
+        checkpointer.step()
+        checkpointer.save()
+    with begin(Training()) as checkpointer:
+        restored = checkpointer.restore_latest()
+        assert "counts epochs" not in caplog.text, "a loop over steps needs none"
+        assert restored.epoch == 0
+        assert "step 1 is restored, and nothing attached counts epochs" in caplog.text
+
+
+def test_ranks_that_torch_does_not_connect_yet_are_refused(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"call init_process_group\(\) before"):
+        begin()
+    monkeypatch.delenv("RANK")
+    begin().close()
 
 
 BREAKS_OFF = """
@@ -758,6 +927,60 @@ def test_the_optimizer_waits_for_the_copy(begin: Callable[..., Checkpointer], mo
     with begin(other) as checkpointer:
         checkpointer.restore_latest()
     assert all(torch.equal(tensor, right[name]) for name, tensor in other.model.named_parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_is_not_attached_waits_for_the_copy_of_what_it_changes(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    """A fused one does not count its changes, so no check would find them all."""
+    training = Training()
+    other = torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, fused=fused) for each in (training.model, other)]
+    for param in (*training.model.parameters(), *other.parameters()):
+        param.grad = torch.ones_like(param)
+    right = {name: tensor.clone() for name, tensor in training.model.named_parameters()}
+    held = Held(monkeypatch)
+    with begin() as checkpointer:
+        checkpointer.attach(model=training.model)
+        checkpointer.save()
+        optimizers[1].step()
+        assert not held.release.is_set()
+        threading.Timer(0.1, held.release.set).start()
+        optimizers[0].step()
+        assert held.release.is_set()
+        checkpointer.wait_committed()
+    restored = Training()
+    with begin() as checkpointer:
+        checkpointer.attach(model=restored.model)
+        checkpointer.restore_latest()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in restored.model.named_parameters())
+
+
+@pytest.mark.parametrize("strategy", ["overlap", "gemini"])
+def test_what_a_forward_pass_moves_is_saved_from_the_second_save_on(
+    begin: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    net = torch.nn.ModuleDict({"q": torch.nn.Linear(2, 2), "k": torch.nn.Linear(2, 2).requires_grad_(False)})
+    optimizer = torch.optim.SGD(net["q"].parameters(), momentum=0.9)
+    held = Held(monkeypatch)
+    with begin(strategy=strategy) as checkpointer:
+        checkpointer.attach(model=net, optimizer=optimizer)
+        outcomes = []
+        for _ in range(3):
+            checkpointer.step()
+            checkpointer.save()
+            with torch.no_grad():
+                for param in net["k"].parameters():  # as a momentum encoder does
+                    param.lerp_(torch.ones(()), 0.1)
+            held.release.set()
+            try:
+                outcomes.append(checkpointer.wait_committed())
+            except CheckpointError as error:
+                outcomes.append("'model/k.bias' to stand still" in str(error))
+            held.release.clear()
+        held.release.set()
+        assert outcomes == [True, "storage", "storage"]
 
 
 @pytest.mark.parametrize("change", [True, False])

@@ -131,6 +131,15 @@ def _answer(pipe: Connection) -> None:
     pipe.recv()
 
 
+def test_what_its_memory_does_not_say_is_staged_as_it_is(stager: ShadeStager) -> None:
+    number, phase = torch.tensor([1 + 2j, 3 - 1j]), torch.ones(3)
+    state = {"number": number, "kernel": number.conj(), "phase": torch._neg_view(phase), "plain": phase}
+    staged = staged_by(stager, state)
+    assert staged["kernel"].tolist() == [1 - 2j, 3 + 1j]
+    assert staged["number"].tolist() == [1 + 2j, 3 - 1j]
+    assert (staged["phase"].tolist(), staged["plain"].tolist()) == ([-1.0] * 3, [1.0] * 3)
+
+
 @pytest.mark.parametrize(
     "tensor", [torch.zeros(3).to_sparse(), torch.zeros(3).as_subclass(type("Own", (torch.Tensor,), {}))]
 )

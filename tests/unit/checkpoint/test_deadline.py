@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ from shade.checkpoint._preemption.notice import NoticeSource, PreemptionNotice
 from shade.checkpoint._preemption.recovery_estimate import CLUSTER, STORAGE, RecoveryForecast
 from shade.checkpoint._save.async_writer import CommitResult, SaveHandle
 from shade.errors import CheckpointError
+from shade.process import start_of, this_machine
 
 PATIENCE_SECONDS = 30.0
 
@@ -260,6 +264,53 @@ def test_a_rank_that_never_answers_costs_the_time_and_no_more(said: pytest.LogCa
     rank.deadline.close()
 
 
+def dead_process(store: HashStore, rank: int) -> None:
+    """Writes into the store what a rank has written that was killed since."""
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    store.set(f"process-{rank}", json.dumps([this_machine(), ended.pid, start_of(ended.pid)]))
+    ended.communicate()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_whose_process_is_gone_is_not_waited_for(fails: bool, said: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    rank = Rank(store, 0, 2)
+    dead_process(store, 1)
+    rank.word.say(10_000.0)
+    if fails:
+        rank.deadline.at_failure(is_between_steps=True)
+    else:
+        rank.until_stopped()
+        assert rank.code == 143
+    assert rank.saver.saved == []
+    assert "nothing new is saved" in said.text
+    rank.deadline.close()
+
+
+def test_every_one_of_a_process_saves_before_the_first_ends_it() -> None:
+    first, second = (Rank(HashStore(), 0, 1) for _ in range(2))
+    for rank in (first, second):
+        rank.word.say()
+    assert first.step()
+    with pytest.raises(SystemExit):
+        second.step()
+    with pytest.raises(SystemExit):
+        first.step()
+    assert [rank.saver.saved for rank in (first, second)] == [[1], [1]]
+    for rank in (first, second):
+        rank.deadline.close()
+
+
+def test_one_that_is_not_stepped_any_more_is_not_waited_for_long(alone: Rank) -> None:
+    other = Rank(HashStore(), 0, 1)
+    alone.word.say()
+    alone.until_stopped(4)
+    assert alone.code == 143
+    assert other.saver.saved == []
+    other.deadline.close()
+
+
 @pytest.mark.parametrize(("is_between_steps", "saved"), [(True, [3]), (False, [])])
 def test_a_training_that_fails_after_a_notice_saves_its_last_whole_step(
     alone: Rank, said: pytest.LogCaptureFixture, is_between_steps: bool, saved: list[int]
@@ -297,7 +348,8 @@ class Gone(DeadlineStore):
     def read(self, name: str) -> object:
         raise RuntimeError(name)
 
-    write = read  # type: ignore[assignment]
+    def write(self, name: str, content: object) -> None:
+        raise RuntimeError(name)
 
 
 def test_a_store_that_is_gone_stops_no_training_without_a_notice() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -97,18 +98,25 @@ def test_each_tag_is_its_own(module: ModuleType, engine: Any, tmp_path: Path) ->
     assert [snapshot.record.step for snapshot in engine.checkpointer.list()] == [10, 9, 7]
 
 
-def test_two_tags_of_one_number_are_told_apart(module: ModuleType, engine: Any, tmp_path: Path) -> None:
-    before = saved(module, engine, tmp_path, "a7")
-    saved(module, engine, tmp_path, "b7")
-    with pytest.raises(CheckpointError, match="another was saved under the same number"):
-        engine.load(before)
+def test_two_tags_two_folders_and_a_copy_of_one_number_are_told_apart(
+    module: ModuleType, engine: Any, tmp_path: Path
+) -> None:
+    copied = saved(module, engine, tmp_path / "one", "a7")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    paths = [saved(module, engine, tmp_path / folder, tag, 1.0 + number) for number, (folder, tag) in enumerate(PAIRS)]
+    found = [float(engine.load(path)["module"]["weight"][0]) for path in [copied.replace("one", "copy"), *paths[1:]]]
+    assert found == [0.0, 2.0, 3.0]
+    assert float(engine.load(copied)["module"]["weight"][0]) == 1.0  # saved again in its place
+
+
+PAIRS = [("one", "a7"), ("one", "b7"), ("two", "a7")]
 
 
 def test_a_snapshot_that_is_gone_is_said(module: ModuleType, engine: Any, tmp_path: Path) -> None:
     path = saved(module, engine, tmp_path, "global_step7")
     note = json.loads(Path(path).read_text())
     Path(path).write_text(json.dumps(note | {"step": 8}))
-    with pytest.raises(CheckpointError, match=r"a snapshot of step 8 for 'global_step7', got 'steps 7'"):
+    with pytest.raises(CheckpointError, match=r"a snapshot of step 8 for 'global_step7', got 'others, of steps 7'"):
         engine.load(path)
 
 

@@ -165,6 +165,22 @@ def test_tied_weights_load_strictly_elsewhere(form: str, tmp_path: Path) -> None
         assert again["head.weight"] is again["layers.in/out.weight"], "one again"
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_a_safetensors_file_names_the_types_that_a_snapshot_stores_as_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
+    scale = torch.full((4,), 4.0).to(dtype)
+    state = {
+        "scale": scale,
+        "tied": scale,
+        "plain": torch.arange(3, dtype=torch.uint8),
+        "codes": scale.view(torch.uint8),
+    }
+    save_state(state, tmp_path / "own.safetensors", "safetensors")
+    found = safetensors.torch.load_file(tmp_path / "own.safetensors")
+    assert [found[name].dtype for name in ("scale", "tied", "plain")] == [dtype, dtype, torch.uint8]
+    assert torch.equal(found["scale"].float(), torch.full((4,), 4.0))
+    assert_same(load_state(tmp_path / "own.safetensors", "safetensors"), state)
+
+
 def test_a_part_is_asked_for_by_name() -> None:
     assert_same(state_of(Snapshot(state()), "model"), state()["model"])
     for value in (state(), [1]):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shade.checkpoint._capture.flatten import INLINE, MAX_DEPTH, SPELLINGS, flatten, unflatten
-from shade.errors import ConfigError
+from shade.errors import ConfigError, StateMismatchError
 from tests.support.states import assert_same
 
 DTYPES = [
@@ -140,10 +140,63 @@ def test_tensors_of_every_type_and_shape_come_back(dtype: torch.dtype, shape: tu
     ],
     ids=["transposed", "strided", "expanded", "conjugate", "negated", "channels last"],
 )
-def test_views_come_back_contiguous_and_equal(tensor: torch.Tensor) -> None:
+def test_views_come_back_dense_and_equal_and_their_dimensions_in_the_same_order(tensor: torch.Tensor) -> None:
     found = round_trip(tensor)
     assert_same(found, tensor)
-    assert found.is_contiguous()
+    assert found.untyped_storage().nbytes() == found.nbytes
+    if 0 not in tensor.stride():
+        assert found.dim_order() == tensor.dim_order()
+
+
+def test_a_tensor_that_stands_for_zeros_comes_back_as_zeros() -> None:
+    assert torch.equal(round_trip(torch._efficientzerotensor((2, 3))), torch.zeros(2, 3))
+
+
+def test_a_tensor_of_another_order_that_is_held_twice_is_one() -> None:
+    turned = torch.rand(3, 4).t()
+    found = round_trip([turned, turned])
+    assert found[0] is found[1]
+
+
+class Low(torch.Tensor):
+    """The form of what low-bit optimizers keep; it can do nothing but be taken apart."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> Low:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> None:
+        self.codes, self.scale, self.signed = codes, scale, signed
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], (self.signed,)
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Low:
+        return cls(parts["codes"], parts["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(str(func))
+
+
+def test_a_tensor_that_is_made_of_tensors_is_made_again_of_them() -> None:
+    low = Low(torch.arange(6, dtype=torch.int8).reshape(2, 3), torch.rand(1), signed=True)
+    _, tensors = flatten({"m": low})
+    assert sorted(tensors) == ["m/%codes", "m/%scale"]
+    found = round_trip({"m": low})["m"]
+    assert (type(found), found.shape, found.dtype, found.signed) == (Low, (2, 3), torch.float32, True)
+    assert torch.equal(found.codes, low.codes)
+    assert torch.equal(found.scale, low.scale)
+
+
+def test_the_class_of_such_a_tensor_is_neither_imported_nor_taken_from_elsewhere() -> None:
+    low = Low(torch.zeros(2, dtype=torch.int8), torch.ones(1), signed=False)
+    tree, tensors = flatten(low)
+    module, name, *others = tree["wrapper"]
+    for elsewhere, other in ((module, "High"), ("torchao.optim", name), ("builtins", "eval"), ("torch", "Tensor")):
+        with pytest.raises(StateMismatchError, match=f"import {elsewhere} first"):
+            unflatten({"wrapper": [elsewhere, other, *others]}, tensors)
 
 
 def test_tensors_are_references_and_named_by_their_path() -> None:

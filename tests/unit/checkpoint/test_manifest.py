@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, ChunkEntry, Commit, Manifest, TensorEntry
-from shade.errors import CheckpointError, CorruptCheckpointError
+from shade.errors import CheckpointError, CorruptCheckpointError, NewerSnapshotError
 from tests.support.mutation import mutants
 
 DIGEST = "0" * 32
@@ -113,8 +113,12 @@ def test_another_version_is_not_read() -> None:
     for change in changes:
         with pytest.raises(CorruptCheckpointError, match="version 1"):
             parse_manifest({**body_of(MANIFEST), **change})
-        with pytest.raises(CorruptCheckpointError, match="version 1"):
+        is_newer = change == {"version": 3}  # with the digest of what it says
+        with pytest.raises(NewerSnapshotError if is_newer else CorruptCheckpointError, match="version 1"):
             parse_commit({**body_of(COMMIT), **change})
+    damaged = COMMIT.to_bytes().replace(b'"version":1', b'"version":3')
+    with pytest.raises(CorruptCheckpointError, match="version 1"):
+        Commit.parse(damaged)
 
 
 # ── version 2 ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -355,7 +359,7 @@ def test_mutants_are_refused_or_say_what_they_are(record: Manifest | Commit) -> 
     for mutant in mutants(body_of(record), random.Random(0), 5000):
         try:
             read = parse(mutant)
-        except CorruptCheckpointError:
+        except (CorruptCheckpointError, NewerSnapshotError):
             refused += 1
         else:  # a step, a metric or a name that could have been: it is read as it stands
             again: Any = body_of(read)

@@ -81,6 +81,19 @@ def test_a_file_is_a_notice_once_it_is_there(tmp_path: Path) -> None:
     assert source.look() is None
 
 
+@pytest.mark.parametrize(("text", "age_seconds"), [("", 100), ("40", 60), ("2001-09-09T01:46:40Z", 1)])
+def test_a_notice_of_yesterday_is_refused(text: str, age_seconds: float, tmp_path: Path) -> None:
+    path = tmp_path / "notice"
+    path.write_text(text)
+    os.utime(path, (time.time() - age_seconds,) * 2)
+    with pytest.raises(ConfigError, match="remove it: its time is over"):
+        FileNotice(path, GRACE)
+    path.write_text("FALSE")
+    FileNotice(path, GRACE)
+    path.write_text("600")  # the machine was told just now
+    assert FileNotice(path, GRACE).look() is not None
+
+
 @pytest.fixture
 def sigterm() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
@@ -238,6 +251,25 @@ def test_sources_are_known_by_how_they_are_written(tmp_path: Path, sigterm: None
         source = source_of(text, GRACE)
         assert isinstance(source, kind)
         source.close()
+
+
+@pytest.mark.parametrize("text", ["SIGUSR1", "usr1", "SIGUSR1 "])
+def test_another_signal_is_a_notice_for_all_who_watch_it(text: str) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    sources = [source_of(text, GRACE) for _ in range(2)]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert [67 < left(source.look()) <= GRACE for source in sources] == [True, True]
+    for source in reversed(sources):
+        source.close()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+@pytest.mark.parametrize("text", ["SIGTREM", "KILL", "sigchld"])
+def test_a_signal_that_cannot_be_watched_is_not_taken_for_a_file(text: str) -> None:
+    with pytest.raises(ConfigError, match="one of SIGTERM, SIGUSR1"):
+        source_of(text, GRACE)
+    source = source_of(f"./{text}", GRACE)
+    assert isinstance(source, FileNotice)
 
 
 @pytest.mark.parametrize("text", ["", "ftp://host/x", "http:///x"])

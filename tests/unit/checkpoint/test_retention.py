@@ -170,6 +170,7 @@ def test_rules_read_what_they_write(rules: str) -> None:
         ("best=loss:0", "'0'"),
         ("lats=3", "'lats=3'"),
         ("last=3,,every=1", "''"),
+        (3, "got 3; write it in quotes, as in 'last=2'"),
     ],
 )
 def test_a_wrong_rule_is_named(rules: str, named: str) -> None:

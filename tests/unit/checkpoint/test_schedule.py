@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from shade.checkpoint._pacing.schedule import WARM_UP_STEPS, Pace, PaceMeter, Schedule
+from shade.checkpoint._pacing.schedule import DRIFT_STEPS, WARM_UP_STEPS, Pace, PaceMeter, Schedule
 from shade.errors import ConfigError
 
 
@@ -44,6 +47,71 @@ def test_what_is_no_schedule(every: str | int) -> None:
 
 def test_an_interval_is_at_least_a_step() -> None:
     assert due(Schedule("1s"), 23, Pace(step_seconds=60.0)) == [10, 20, 21, 22, 23]
+
+
+class Clock:
+    """Shows what it is set to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def late(schedules: Sequence[Schedule], clock: Clock, step_seconds: float, first: int, last: int) -> list[list[int]]:
+    """The steps at which each rank's save is due, where steps have become slower."""
+    found: list[list[int]] = [[] for _ in schedules]
+    for step in range(first, last):
+        clock.now += step_seconds
+        for steps, schedule in zip(found, schedules, strict=True):
+            schedule.look(step)
+            if schedule.is_due(step):
+                steps.append(step)
+                schedule.saved(step, Pace(step_seconds=0.001))
+    return found
+
+
+def test_a_time_is_kept_where_steps_become_slower() -> None:
+    clock = Clock()
+    schedule = Schedule("30s", clock=clock)
+    schedule.saved(0, Pace(step_seconds=0.001))
+    assert late([schedule], clock, 10.0, 1, 10) == [[3, 6, 9]]
+    for every in (50, "2%", "never"):
+        other = Schedule(every, clock=clock)
+        other.saved(0, Pace(step_seconds=0.001, cost_seconds=10.0))
+        assert late([other], clock, 1e6, 1, 40) == [[]]
+
+
+def test_ranks_save_at_the_step_that_rank_0_announces() -> None:
+    clock, written = Clock(), {}
+
+    class Wall:
+        def write(self, name: str, content: Any) -> None:
+            written[name] = content
+
+        def read(self, name: str) -> Any:
+            return written.get(name)
+
+    ranks = [Schedule("30s", board=Wall(), rank=rank, clock=clock) for rank in (1, 0)]
+    for schedule in ranks:
+        schedule.saved(0, Pace(step_seconds=0.001))
+    first, second = late(ranks, clock, 10.0, 1, 26)
+    assert first == second == [3 + DRIFT_STEPS, 3 + DRIFT_STEPS + 3 + DRIFT_STEPS]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_board_that_is_gone_brings_no_save_forward(rank: int) -> None:
+    class Gone:
+        def write(self, name: str, content: Any) -> None:
+            raise RuntimeError("connection reset by peer")
+
+        def read(self, name: str) -> Any:
+            raise RuntimeError("connection reset by peer")
+
+    clock = Clock()
+    schedule = Schedule("30s", board=Gone(), rank=rank, clock=clock)
+    schedule.saved(0, Pace(step_seconds=0.001))
+    assert late([schedule], clock, 60.0, 1, 5) == [[]]
 
 
 def test_a_save_out_of_turn_counts_anew() -> None:

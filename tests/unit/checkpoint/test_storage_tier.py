@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from shade.checkpoint._commit.protocol import retire
 from shade.checkpoint._format.manifest import ALIGNMENT, Commit, Manifest, TensorEntry, safetensors_header
+from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._tiers.storage import StorageTier
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageFullError
@@ -232,6 +234,24 @@ def test_the_held_are_listed_at_once_and_the_damaged_left_out(
         assert sorted(tier.held()) == [place for place in places if place not in places[7:9]]
     assert places[7] in caplog.text
     assert places[8] in caplog.text
+
+
+def test_retention_reads_a_record_once_and_of_what_stays_all_none(
+    tier: StorageTier, volume: WatchedVolume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    plain = volume.read_many
+    monkeypatch.setattr(volume, "read_many", lambda names: read.extend(names) or plain(names))
+    known: dict[str, Commit] = {}
+    for number in range(1, 9):
+        save(tier, make(RUN, number % 4, sequence=number, shard_bytes=(1000,)))
+        retire(tier, Keep.parse("last=3"), known=known)
+        assert sorted(known) == sorted(tier.held())
+        assert known == tier.held()
+    read.clear()
+    retire(tier, Keep.parse("last=3"), known=known)
+    retire(tier, Keep.parse("all"))
+    assert read == []
 
 
 def test_what_is_missing_or_cut_off_is_none(tier: StorageTier, tmp_path: Path) -> None:

@@ -34,6 +34,22 @@ def test_the_last_line_that_names_the_metric_counts(tmp_path: Path) -> None:
     assert "epoch 64" in (tmp_path / "batch-64-density-0.0125.log").read_text()
 
 
+def test_a_progress_bar_before_the_number_is_none_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        "def bar():\n"
+        "    sys.stderr.write('\\r 50%|##  | 5/10, loss=1.5')\n"
+        "    sys.stderr.flush()\n"
+        "for line in ('{\"accuracy\": 0.5}\\r', '{\"other\": 1}', '5 {\"accuracy\": 7}'):\n"
+        "    bar()\n"
+        "    print(line, flush=True) if line[0] == '{' else print('\\n' + line, flush=True)\n"
+        "bar()\n"
+    )
+    command = f'"{sys.executable}" "{script}" {{batch}} {{density}}'
+    assert CommandObjective(command, tmp_path, metric="accuracy")(POINT) == 0.5
+
+
 def test_a_regular_expression_finds_it_in_errors_too(tmp_path: Path) -> None:
     source = "import sys; print('loss=3.5', flush=True); print('loss=2.5e-1 done', file=sys.stderr)"
     assert CommandObjective(program(source), tmp_path, pattern=r"loss=([-+.\de]+)")(POINT) == 0.25

@@ -16,9 +16,9 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeLoader
-from shade.data._dataset import item_codec
 from shade.data._dataset.batch_reader import CollatedBatch
 from shade.data._decode.jpeg import size_of
+from shade.data._source import item_codec
 from shade.data._transforms import fused
 from shade.data._transforms.kernels import jpeg_sizes
 from shade.data._transforms.recognise import TransformView, recognise

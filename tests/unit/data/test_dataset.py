@@ -255,7 +255,7 @@ def test_replacements_are_counted_where_they_are_read() -> None:
         values = [int(sample[0]) for sample, _ in dataset.__getitems__(list(range(N)))]
         assert values == [*range(4), 6, 6, *range(6, N)]
     totals = dataset.cache.residency.totals()
-    assert totals["origin_reads"] == sum(index not in (4, 5) for index in origin.reads)
+    assert totals["origin_reads"] == dataset.source.num_probes + sum(index not in (4, 5) for index in origin.reads)
     assert totals["bad_samples"] == 4
     dataset.close()
 
@@ -284,9 +284,11 @@ def test_every_read_is_in_the_ledger_probes_included() -> None:
         sampler.set_epoch(epoch)
         list(DataLoader(dataset, batch_size=5, sampler=sampler))
     totals = dataset.cache.residency.totals()
-    assert totals["origin_reads"] == len(origin.reads)
+    # All samples twice, in a process of their own.
+    assert dataset.source.num_probes == 2 * N
+    assert totals["origin_reads"] == 2 * N + len(origin.reads)
     payload = len(dataset.source.read_many([0], lambda reads, num_bytes: None)[0])
-    assert totals["origin_bytes"] == (len(origin.reads) - 1) * payload
+    assert totals["origin_bytes"] == totals["origin_reads"] * payload
     assert totals["hits"] == 3 * N // 5
     sampler.close()
     dataset.close()
@@ -319,6 +321,18 @@ class Stream(IterableDataset[int]):
         return iter(range(5))
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 5
+
+
+class StreamWithSamples(SizedStream):
+    """As those of MosaicML and LitData."""
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"number": range(5)[index]}
+
+
 class Lengthless(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index
@@ -328,6 +342,7 @@ class Lengthless(Dataset[int]):
     ("wrapped", "cure"),
     [
         (Stream(), "list"),
+        (SizedStream(), "list"),
         (iter(range(3)), "list"),
         (Lengthless(), "__len__"),
         ("/tmp", "ImageFolder"),
@@ -344,7 +359,9 @@ def test_what_is_no_map_style_data_set_is_refused(wrapped: Any, cure: str) -> No
         ShadeDataset(wrapped, cache="memory://")
 
 
-@pytest.mark.parametrize("wrapped", [[1, 2, 3], (1, 2), np.arange(4), torch.arange(4), {0: "a", 1: "b"}])
+@pytest.mark.parametrize(
+    "wrapped", [[1, 2, 3], (1, 2), np.arange(4), torch.arange(4), {0: "a", 1: "b"}, StreamWithSamples()]
+)
 def test_any_sequence_is_a_data_set(wrapped: Any) -> None:
     dataset = ShadeDataset(wrapped, cache="memory://")
     assert dataset[1] == (wrapped[1], 1)
@@ -358,7 +375,9 @@ def test_an_empty_data_set_is_refused() -> None:
 
 def test_an_item_that_cannot_be_encoded_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="encode="):
-        ShadeDataset([object()] * 5, cache=None)
+        ShadeDataset([object()] * 5, cache="memory://")
+    items = [object() for _ in range(5)]
+    assert ShadeDataset(items, cache=None)[3] == (items[3], 3)
 
 
 class Boxes:
@@ -433,11 +452,20 @@ def test_a_failed_construction_leaves_no_server_behind(monkeypatch: pytest.Monke
 
 
 def test_transforms_that_would_be_frozen_warn(folder: Path) -> None:
+    class Mirrored(Subset[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            return super().__getitem__(len(self) - 1 - index)
+
+        def __getitems__(self, indices: list[int]) -> Any:
+            return [*map(self.__getitem__, indices)]
+
     with_transform = ImageFolder(str(folder), transform=lambda image: np.asarray(image))
-    with pytest.warns(UserWarning, match="Subset applies its own transform"):
-        ShadeDataset(Subset(with_transform, [1, 2]), cache="memory://")
+    with pytest.warns(UserWarning, match="Mirrored applies its own transform"):
+        ShadeDataset(Mirrored(with_transform, [1, 2]), cache="memory://")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        ShadeDataset(Subset(with_transform, [1, 2]), cache="memory://")
+        ShadeDataset(Mirrored(with_transform, [1, 2]), cache=None)
         ShadeDataset(Subset(with_transform, [1, 2]), cache=None)
         ShadeDataset(with_transform, cache=None)
         ShadeDataset(Subset(ImageFolder(str(folder)), [1, 2]), cache=None)
@@ -577,7 +605,7 @@ class Generated:
 
 @pytest.mark.parametrize("loader", [DataLoader, ShadeLoader])
 def test_a_hit_that_differs_from_the_origin_is_refused(monkeypatch: pytest.MonkeyPatch, loader: Any) -> None:
-    monkeypatch.setattr("shade.data._dataset.source._PROBES", 2)  # 0 and 999, both of which stay as they were
+    monkeypatch.setattr("shade.data._source.source._PROBES", 2)  # 0 and 999, both of which stay as they were
     store = open_store("memory://")
     for offset in (0, 0, 5):
         dataset = ShadeDataset(Generated(offset), cache=store, working_set_fraction=1.0)
@@ -601,9 +629,9 @@ def test_few_hits_are_compared_with_the_origin() -> None:
     assert dataset.cache is not None
     totals = dataset.cache.residency.totals()
     assert totals["hits"] == 4000
-    assert totals["origin_reads"] == len(wrapped.reads)
-    # Probes, half of them again, misses, hits 1 to 1024 by powers of two, hits 2048 and 3072.
-    assert len(wrapped.reads) == 32 + 16 + 100 + 11 + 2
+    # Misses, hits 1 to 1024 by powers of two, hits 2048 and 3072; before, probes in a process of their own.
+    assert len(wrapped.reads) == 100 + 11 + 2
+    assert totals["origin_reads"] == 32 + 16 + len(wrapped.reads)
     dataset.close()
 
 

@@ -322,6 +322,9 @@ def test_bad_settings_say_what_to_do(options: dict[str, Any], named: str) -> Non
         ({"a": (np.zeros(3, int), [])}, "ascending offsets"),
         ({"a": (np.zeros(3, int), [0, 0])}, "a token at least"),
         ({"a": [torch.zeros(3)]}, "1-D integer tensors"),
+        ({"a": [{"input_ids": [1, 2], "mask": [1, 1]}]}, r"a dict of input_ids, mask at 0'; .*dataset\['input_ids'\]"),
+        ({"a": [{"text": "no tokens"}]}, r"dataset\['text'\] of Hugging Face"),
+        ({"a": ["no tokens"]}, "got 'str at 0'; wrap the data set so that an item is its token ids alone"),
         ({"a": [torch.zeros(3, 1, dtype=torch.int64)]}, "1-D integer tensors"),
     ],
     ids=str,
@@ -329,6 +332,25 @@ def test_bad_settings_say_what_to_do(options: dict[str, Any], named: str) -> Non
 def test_bad_sources_say_what_to_do(sources: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         PackedDataset(sources, length=L)
+
+
+def test_a_document_without_tokens_is_one() -> None:
+    data = PackedDataset({"a": [[1, 2, 3], [], [4, 5, 6]], "b": [[]] * 2 + [[7] * L]}, length=L)
+    assert [length.tolist() for length in data.length_S] == [[3, 0, 3], [0, 0, L]]
+
+
+def test_a_column_of_hugging_face_has_the_tokens() -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed; pip install datasets")
+    documents = [list(range(1, 3 + number % 7)) for number in range(40)]
+    rows = datasets.Dataset.from_dict({"input_ids": documents, "mask": documents})
+    for refused in (rows, ShadeDataset(rows, cache="memory://")):
+        with pytest.raises(
+            ConfigError, match=r"a dict of input_ids, mask at 0'; name the column: dataset\['input_ids'\]"
+        ):
+            PackedDataset({"a": refused}, length=L)
+    for cured in (rows["input_ids"], ShadeDataset(rows["input_ids"], cache="memory://")):
+        data = PackedDataset({"a": cured}, length=L)
+        assert data.length_S[0].tolist() == [len(each) for each in documents]
 
 
 def test_bad_uses_say_what_to_do() -> None:

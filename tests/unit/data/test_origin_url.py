@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from shade.data._origin.url_origin import UrlOrigin, describe_many, entry_of, list_files, root_of
-from shade.errors import ConfigError, DataError
+from shade.data._origin import url_origin
+from shade.data._origin.url_origin import UrlOrigin, describe_many, entry_of, list_files, open_file_system, root_of
+from shade.errors import BadSampleError, ConfigError, DataError
 from tests.support.web_server import WebServer, serving
 
 pytest.importorskip("aiohttp", reason="fsspec needs it for http://")
@@ -55,16 +64,75 @@ def test_a_batchs_latency_is_paid_in_parallel(web: WebServer) -> None:
     assert not any(thread.name.startswith("shade-origin") for thread in threading.enumerate())
 
 
-def test_what_may_pass_is_tried_again_and_then_given_up(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shade.data._origin.url_origin.PAUSES_SECONDS", (0.01, 0.01))
-    web.failures = {"/set/c0/2.bin": 2, "/set/c0/4.bin": 100}
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
+def test_a_busy_server_is_asked_again_until_it_serves(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(url_origin, "PAUSES_SECONDS", (0.01,))
+    web.refuses_with, web.failures = status, {"/set/c0/2.bin": 6}
     origin = UrlOrigin()
-    good, bad = origin.read_many([urls(web)[2], urls(web)[4]])
-    assert good == b"2" * 500
-    assert isinstance(bad, OSError)
-    assert "503" in str(bad)
-    assert web.reads.count("/set/c0/4.bin") == 3
+    assert origin.read_many([urls(web)[2]]) == [b"2" * 500]
+    assert web.reads.count("/set/c0/2.bin") == 7
     origin.close()
+
+
+def test_a_server_that_stays_busy_ends_the_read_by_name(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no bad sample, in whose place another one could be taken."""
+    monkeypatch.setattr(url_origin, "PAUSES_SECONDS", (1.0,))
+    monkeypatch.setattr(url_origin, "PATIENCE_SECONDS", 0.05)
+    web.failures = {"/set/c0/4.bin": 100}
+    origin = UrlOrigin()
+    with pytest.raises(
+        DataError, match=r"4\.bin to be served, got for .*503.* no other sample takes its place"
+    ) as told:
+        origin.read_many([urls(web)[2], urls(web)[4]])
+    assert not isinstance(told.value, BadSampleError)
+    assert "is busy or silent" in caplog.text
+    web.failures = {}
+    assert origin.read_many([urls(web)[4]]) == [b"4" * 500]  # the cure
+    origin.close()
+
+
+def test_a_server_that_was_there_and_is_silent_is_asked_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(url_origin, "PAUSES_SECONDS", (0.01,))
+    origin = UrlOrigin()
+    with serving(folder) as server:
+        address, asked = server.server_address, f"{server.url}/set/c0/2.bin"
+        assert origin.read_many([asked]) == [b"2" * 500]
+    read: list[object] = []
+    reader = threading.Thread(target=lambda: read.extend(origin.read_many([asked])))
+    reader.start()
+    with serving(folder, port=address[1]):
+        reader.join()
+    assert read == [b"2" * 500]
+    origin.close()
+
+
+def test_a_server_says_how_long_it_wants_to_be_left_alone(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(url_origin.time, "sleep", slept.append)
+    web.retry_after, web.failures = "7", {"/set/c0/2.bin": 1}
+    origin = UrlOrigin()
+    assert origin.read_many([urls(web)[2]]) == [b"2" * 500]
+    later = datetime.now(timezone.utc) + timedelta(seconds=50)
+    web.retry_after, web.failures = format_datetime(later, usegmt=True), {"/set/c0/4.bin": 1}
+    assert origin.read_many([urls(web)[4]]) == [b"4" * 500]
+    assert [pause for pause in slept if pause > 1] == [7, pytest.approx(50, abs=10)]
+    origin.close()
+
+
+def test_a_busy_servers_file_is_not_taken_for_a_missing_one(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fsspec does, which says FileNotFoundError of it."""
+    monkeypatch.setattr(url_origin, "PAUSES_SECONDS", (0.01,))
+    web.failures = {"/set/c0/2.bin": 5}
+    (entry,) = describe_many([urls(web)[2]], {}, skips_missing=True)
+    assert entry.num_bytes == 500
+    monkeypatch.setattr(url_origin, "PATIENCE_SECONDS", 0.05)
+    web.failures = {"/set/c0/4.bin": 1000}
+    with pytest.raises(DataError, match=r"4\.bin.*503"):
+        describe_many([urls(web)[4]], {}, skips_missing=True)
 
 
 def test_a_copy_reads_in_another_process(web: WebServer) -> None:
@@ -79,6 +147,25 @@ def test_a_copy_reads_in_another_process(web: WebServer) -> None:
         good = origin.read_many(urls(web)[:3]) == [b"%d" % n * 500 for n in range(3)]
         os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    origin.close()
+
+
+def test_a_child_that_forgets_its_copies_leaves_the_parents_connections_alone(web: WebServer) -> None:
+    """A forked worker's garbage collection closed them: the parent's thread then waited for ever."""
+    origin = UrlOrigin(num_threads=1)
+    assert origin.read_many([urls(web)[2]]) == [b"2" * 500]
+    child = os.fork()
+    if child == 0:
+        origin._file_system = None
+        fsspec.filesystem("http", simple_links=False)  # by which fsspec forgets the parent's
+        gc.collect()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    read: list[object] = []
+    reader = threading.Thread(target=lambda: read.extend(origin.read_many([urls(web)[4]])), daemon=True)
+    reader.start()
+    reader.join(20)
+    assert read == [b"4" * 500]
     origin.close()
 
 
@@ -105,6 +192,39 @@ def test_a_scheme_that_nobody_knows_is_refused() -> None:
         list_files("gopher://host/set", {})
 
 
+class OtherBuckets(MemoryFileSystem):
+    """A file system for buckets that is not s3fs, and takes no option of its."""
+
+    protocol = "s3"  # type: ignore[assignment]
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def __init__(self, **options: Any) -> None:
+        if options:
+            raise TypeError(f"unknown option {', '.join(options)}")
+        super().__init__()
+
+
+def test_what_is_registered_for_buckets_gets_no_option_of_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "s3", OtherBuckets)
+    fsspec.filesystem("s3").pipe_file("s3://bucket/a.bin", b"here")
+    assert [entry.url for entry in list_files("s3://bucket", {})] == ["s3://bucket/a.bin"]
+    origin = UrlOrigin()
+    assert origin.read_many(["s3://bucket/a.bin"]) == [b"here"]
+    assert origin._web is None
+    origin.close()
+
+
 def test_the_root_is_a_folder() -> None:
     assert root_of(["s3://b/train/a/1.jpg", "s3://b/train/ab/2.jpg"]) == "s3://b/train/"
     assert root_of(["s3://b/train/a/1.jpg"]) == "s3://b/train/a/"
+
+
+@pytest.mark.parametrize(("url", "library", "extra"), [("http://h/x", "aiohttp", "http"), ("s3://b/x", "s3fs", "s3")])
+def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(
+    url: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsspec.filesystem", lambda scheme, **options: importlib.import_module(library))
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=rf"torch-shade\[{extra}\]"):
+        open_file_system(url, {})

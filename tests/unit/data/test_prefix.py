@@ -30,7 +30,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
-from shade.data._dataset.item_codec import element_bytes
+from shade.data._source.item_codec import element_bytes
 from shade.errors import BadSampleError, ConfigError, DataError
 from shade.store import open_store
 from tests.support.data_plane import make_pictures, to_tensor
@@ -836,7 +836,8 @@ def test_auto_caches_a_step_of_any_data_set(kind: str, way: str, tmp_path: Path)
         stats = dataset.stats()
         assert stats["hits"] == stats["misses"] == N // 4
         if isinstance(wrapped, Pictures):
-            assert stats["origin_reads"] == wrapped.num_reads
+            # Probes are read in a process of their own.
+            assert N // 4 <= wrapped.num_reads < stats["origin_reads"]
         dataset.close()
     assert plainly(seen["encoded"]) == plainly(seen["auto"])
     chosen = "prefix of [12] steps?" if way == "steps" else "prefix"

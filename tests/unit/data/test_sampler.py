@@ -319,7 +319,7 @@ def test_a_damaged_order_is_refused() -> None:
     with sampler_of(keep=0.6) as sampler:
         steps(sampler, limit=3)
         state = sampler.state_dict()
-    state["draws"][0]["order"][3] += 1
+    state["draws"][0][0]["order"][3] += 1
     with sampler_of(keep=0.6) as sampler, pytest.raises(ConfigError, match="hash"):
         sampler.load_state_dict(state)
 

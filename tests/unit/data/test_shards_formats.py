@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import json
 import os
@@ -167,7 +168,7 @@ def test_a_tar_is_as_webdataset_reads_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_headers_of_every_kind_are_read_as_tarfile_reads_them(tmp_path: Path, form: int) -> None:
-    """Long names, names that are not ASCII, fractions of seconds, links, folders and devices in between."""
+    """Long names, names that are not ASCII, fractions of seconds; folders, devices, links of no sample."""
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=form) as tar:
         for number in range(12):
@@ -176,7 +177,7 @@ def test_headers_of_every_kind_are_read_as_tarfile_reads_them(tmp_path: Path, fo
             member.size, member.mtime = number * 300, 1.5 + number
             tar.addfile(member, io.BytesIO(bytes([number]) * member.size))
             for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
-                other = tarfile.TarInfo(f"other-{number}-{kind.decode()}.bin")
+                other = tarfile.TarInfo(f"other-{number}-{kind.decode()}")
                 other.type, other.linkname = kind, "l" * (120 if form != tarfile.USTAR_FORMAT else 10)
                 tar.addfile(other)
     content = path.read_bytes()
@@ -283,6 +284,34 @@ def test_a_shard_that_is_not_what_its_index_says_is_refused_by_name(tmp_path: Pa
         Shards(paths)
     _path_in(str(info.value)).unlink()
     assert open_shards(paths)[PER_SHARD] == items[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_that_are_copied_again_are_read(tmp_path: Path, kind: str) -> None:
+    """As a job does that stages them on its node's disk as it begins."""
+    paths = write_shards(tmp_path / "shards", kind, make_items(NUM_SAMPLES))
+    before = open_shards(paths)
+    for path in paths:
+        os.utime(path, ns=(1, 1))
+    again = open_shards(paths)
+    assert again.__getitems__(range(NUM_SAMPLES)) == read_shards(paths)
+    assert again.fingerprint != before.fingerprint  # what was cached of the others is not taken for theirs
+    with pytest.raises(DataError, match="when its index was made"):
+        before[0]  # a run that reads them now has another shard in its hands
+
+
+def test_one_cure_is_enough_for_all_shards_that_changed(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path / "shards", "tar", make_items(NUM_SAMPLES))
+    Shards(paths)
+    write_shards(tmp_path / "shards", "tar", make_items(NUM_SAMPLES)[::-1])
+    message = rf"{re.escape(str(paths[0]))} and {len(paths) - 1} others to be what it was"
+    with pytest.raises(DataError, match=message) as info:
+        Shards(paths)
+    found = re.search(r"remove (\S+\.index) and begin anew", str(info.value))
+    assert found is not None
+    for each in glob.glob(found[1]):
+        os.unlink(each)
+    assert open_shards(paths).__getitems__(range(NUM_SAMPLES)) == read_shards(paths)
 
 
 @pytest.mark.parametrize("kind", KINDS)

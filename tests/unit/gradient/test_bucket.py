@@ -115,3 +115,14 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
         plan_buckets([{"params": [phase]}], {phase: "phase"})
     with pytest.raises(ConfigError, match="bucket_bytes"):
         plan_buckets([{"params": [nn.Parameter(torch.ones(2))]}], bucket_bytes=0)
+
+
+def test_gradients_are_laid_out_as_the_bucket_was_made_whatever_a_script_binds_meanwhile() -> None:
+    first, second = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6))
+    bucket, gradients = Bucket([first, second]), [torch.randn(8, 6), torch.randn(6)]
+    first.data = torch.zeros(3, 3)
+    laid_D = torch.empty(bucket.size)
+    bucket.gather(gradients, laid_D)
+    assert torch.equal(laid_D, torch.cat([each.flatten() for each in gradients]))
+    with pytest.raises(ConfigError, match="as at the start"):
+        bucket.rebind()

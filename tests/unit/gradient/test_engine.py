@@ -159,7 +159,7 @@ def test_shared_frozen_and_unused_parameters(staleness: int) -> None:
     model, reference = Odd(), Odd()
     dense = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.1, momentum=0.5)
     optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.5, flush_every=1)
-    pending: list[torch.Tensor] | None = None
+    pending: list[torch.Tensor | None] | None = None
     with GradientEngine(model, optimizer, **EXACT, staleness=staleness) as engine:
         for step in range(8):
             inputs = torch.randn(4, 48, generator=torch.Generator().manual_seed(step))
@@ -167,7 +167,7 @@ def test_shared_frozen_and_unused_parameters(staleness: int) -> None:
             engine.step()
             reference(inputs, step % 3 == 0).square().mean().backward()
             trained = [each for each in reference.parameters() if each.requires_grad]
-            fresh = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+            fresh = [each.grad for each in trained]
             due, pending = (fresh, None) if staleness == 0 else (pending, fresh)
             if due is not None:
                 for parameter, gradient in zip(trained, due, strict=True):
@@ -188,29 +188,108 @@ def test_a_parameter_that_thaws_is_not_trained_by_one_rank_alone() -> None:
             engine.step()
 
 
+@pytest.mark.parametrize("kind", [SparseSGD, SparseAdamW])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_parameter_that_freezes_is_not_moved_by_momentum(staleness: int) -> None:
+def test_a_parameter_that_freezes_for_a_time_stays_as_with_plain_pytorch(staleness: int, kind: Any) -> None:
     model, reference = network(), network()
-    dense = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1} if kind is SparseSGD else {"lr": 0.01, "eps": 1e-4}
+    dense = (torch.optim.SGD if kind is SparseSGD else torch.optim.AdamW)(reference.parameters(), **settings)
+    optimizer, steps = kind(model.parameters(), **settings), range(12)
     with GradientEngine(model, optimizer, **EXACT, staleness=staleness) as engine:
-        for step in range(2):
+        for step in steps:
+            engine.finish()
+            before = parameters(model)
+            model[0].requires_grad_(not 3 <= step < 7)
             train(engine, model, range(step, step + 1))
             engine.finish()
-        model[0].requires_grad_(False)
-        loss_of(model, 2).backward()
-        with pytest.raises(ConfigError, match=r"'0\.weight' too, got 'requires_grad=False'.*make a new engine"):
-            engine.step()
-        model.zero_grad()
-    with GradientEngine(model, optimizer, **EXACT) as engine:  # the cure
-        train(engine, model, range(2, 4))
-    for step in range(4):
-        reference[0].requires_grad_(step < 2)
+            assert (torch.equal(parameters(model)[0], before[0])) == (3 <= step < 7)
+        layout = optimizer.layout_of(engine._buckets[0])
+    for step in steps:
+        reference[0].requires_grad_(not 3 <= step < 7)
         loss_of(reference, step).backward()
         dense.step()
         dense.zero_grad()
     for mine, theirs in zip(parameters(model), parameters(reference), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
+    assert len(layout) == 2, "the parts have taken different numbers of steps"
+
+
+def taken_back(model: nn.Module, optimizer: Any) -> list[Any]:
+    """What scripts do to gradients after the backward pass: a name, the act, and what plain PyTorch steps then."""
+
+    def drops_a_layer() -> None:
+        for parameter in model[4].parameters():  # type: ignore[index, union-attr]
+            parameter.grad = None
+
+    def puts_ones() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    return [drops_a_layer, optimizer.zero_grad, model.zero_grad, puts_ones]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("number", range(4))
+def test_a_gradient_that_is_taken_back_is_refused_or_taken_back(number: int, staleness: int) -> None:
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    model, reference = network(), network()
+    dense = torch.optim.SGD(reference.parameters(), **settings)
+    optimizer = SparseSGD(model.parameters(), **settings)
+    with GradientEngine(model, optimizer, **EXACT, staleness=staleness) as engine:
+        for step in range(5):
+            loss_of(reference, step).backward()
+            if step == 2:
+                loss_of(model, step).backward()
+                before = parameters(model)
+                taken_back(model, optimizer)[number]()
+                with pytest.raises(ConfigError, match=r"p\.grad of '.*' (set to None|replaced).*engine\.accumulate"):
+                    engine.step()
+                assert_same(parameters(model), before)
+                with engine.accumulate():  # the cure
+                    loss_of(model, step).backward()
+                for each in (model, reference):
+                    taken_back(each, optimizer if each is model else dense)[number]()
+                engine.step()
+            else:
+                train(engine, model, range(step, step + 1))
+            engine.finish()
+            dense.step()
+            dense.zero_grad()
+    for mine, theirs in zip(parameters(model), parameters(reference), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_a_rank_s_own_gradient_is_changed_in_a_hook() -> None:
+    """The cure that the refusal of `p.grad.mul_` names."""
+    model, reference = network(), network()
+    dense = torch.optim.SGD(reference.parameters(), lr=0.1)
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **EXACT) as engine:
+        loss_of(model, 0).backward()
+        with pytest.raises(ConfigError, match=r"change a rank's own gradient in p\.register_hook"):
+            model[0].weight.grad.data.mul_(0.5)
+        engine.step()
+        model[0].weight.register_hook(lambda gradient: 0.5 * gradient)
+        train(engine, model, range(1, 2))
+    for step in range(2):
+        loss_of(reference, step).backward()
+        if step:
+            reference[0].weight.grad.mul_(0.5)
+        dense.step()
+        dense.zero_grad()
+    for mine, theirs in zip(parameters(model), parameters(reference), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+def test_step_hooks_see_the_weights_of_before_and_after() -> None:
+    model = network()
+    optimizer, seen = SparseSGD(model.parameters(), lr=1.0), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(parameters(model)[0]))
+    optimizer.register_step_post_hook(lambda *_: model[0].weight.data.clamp_(-0.01, 0.01))
+    with GradientEngine(model, optimizer, **EXACT) as engine:
+        before = parameters(model)[0]
+        train(engine, model, range(1))
+    assert torch.equal(seen[0], before)
+    assert float(parameters(model)[0].abs().max()) <= 0.01
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

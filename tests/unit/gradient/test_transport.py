@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from shade.errors import ConfigError, PeerLostError
 from shade.gradient._comm.transport import Transport
@@ -66,3 +67,16 @@ def test_time_under_way_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pass_time(1.0)
     transport._run(lambda: pass_time(1.0), begun)
     assert transport.seconds == pytest.approx(1 + 3 + 2)
+
+
+def test_a_rank_does_not_train_alone_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Transport()
+    assert alone.gather_fields(np.array([7])).tolist() == [[7]]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"the 2 ranks of this job to be connected.*init_process_group\(\) before"):
+        alone.gather_fields(np.array([7]))
+    monkeypatch.undo()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"the 2 ranks of this job to be connected"):
+        Transport()

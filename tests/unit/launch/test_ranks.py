@@ -101,6 +101,19 @@ def test_a_signal_unwinds_once_and_the_handlers_come_back(number: signal.Signals
     assert signal.getsignal(number) is before
 
 
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_as_exceptions() as remind:
+            signal.raise_signal(signal.SIGHUP)
+            remind()
+            with pytest.raises(Ended):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_whose_exception_was_lost_is_told_again() -> None:
     """As when it comes while Python runs its own callbacks around a fork."""
     with signals_as_exceptions() as remind:

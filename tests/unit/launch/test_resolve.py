@@ -12,7 +12,7 @@ from shade import ShadeDataset
 from shade.config import RunConfig
 from shade.errors import ConfigError
 from shade.launch.resolve import parse, parser, resolve
-from shade.launch.run import main
+from shade.launch.run import _in_new_directory, main
 
 PASSWORD = "s3cret/pass"
 
@@ -78,6 +78,16 @@ def test_no_script_trains_the_digits_and_nothing_at_all_compares(
 )
 def test_the_cache_is_where_the_flags_say(line: str, url: str, here: Path) -> None:
     assert come_to(f"s.py data {line}", here)[1] == url
+
+
+def test_runs_of_one_second_have_directories_of_their_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda form: "20260101-120000")
+    first, twin = (come_to("s.py data", here)[0] for _ in range(2))
+    assert first.out == twin.out, "both chose before either was there"
+    outs = [_in_new_directory(each).out for each in (first, twin)]
+    outs += [_in_new_directory(come_to("s.py data", here)[0]).out]
+    assert [Path(out).name for out in outs] == [f"20260101-120000{end}" for end in ("", "-2", "-3")]
+    assert all(Path(out).is_dir() for out in outs)
 
 
 def test_launcher_and_data_set_cache_the_same_share() -> None:

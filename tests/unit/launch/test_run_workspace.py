@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._format.manifest import Commit
+from shade.checkpoint._tiers import identity
 from shade.config import RunConfig
 from shade.errors import ConfigError
+from shade.launch.preflight import memory_folder
 from shade.launch.run import Workspace
+from shade.storage import open_volume
 
 
 @pytest.fixture
@@ -44,6 +46,16 @@ def test_undo_keeps_what_was_there(here: Path, tmp_path: Path) -> None:
     Workspace(config_of(tmp_path / "runs" / "second"), here).undo()
     assert [run.name for run in (tmp_path / "runs").iterdir()] == ["first"]
     assert (here / "train.log").resolve() == tmp_path / "runs" / "first" / "train.log"
+
+
+def test_of_two_runs_in_one_directory_the_second_is_refused_and_takes_nothing_away(here: Path, tmp_path: Path) -> None:
+    first = Workspace(config_of(tmp_path / "r"), here)
+    before = sorted(path.name for path in first.out.iterdir())
+    with pytest.raises(ConfigError, match="an --out without a run in it"):
+        Workspace(config_of(tmp_path / "r"), here)
+    assert sorted(path.name for path in first.out.iterdir()) == before
+    Workspace(config_of(tmp_path / "r"), here, is_again=True).undo()
+    assert list(first.out.iterdir()) == []
 
 
 def test_undo_leaves_another_machines_directory_alone(here: Path, tmp_path: Path) -> None:
@@ -83,7 +95,10 @@ def test_undo_keeps_a_snapshot_in_shared_memory_and_takes_buffers_without_one(he
     for name, is_there in (("kept", True), ("empty", False)):
         config = config_of(tmp_path / name)
         place = Workspace(config, here)
-        memory = own_folder(config.run)
+        with open_volume(str(config.persist_to)) as volume:
+            identity.of_storage(volume, config.run, make=True)
+        memory = memory_folder(config, None)
+        assert memory is not None
         memory.mkdir(parents=True)
         try:
             (memory / "rank-0.0.data").touch()

@@ -11,23 +11,24 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
-from shade.data._dataset import item_codec
-from shade.data._dataset.content import STAT_THREADS, ContentDigest, has_fingerprint, kind_of, size_and_time
 from shade.data._decode.jpeg import decode_rgb
 from shade.data._origin.origin import FileOrigin, Origin
-from shade.data._origin.remote_image_folder import RemoteImageFolder
 from shade.data._origin.url_origin import Entry, UrlOrigin, describe_many, is_url, root_of
+from shade.data._source import item_codec
+from shade.data._source.content import STAT_THREADS, ContentDigest, has_fingerprint, kind_of, size_and_time
+from shade.data._source.probe_worker import in_probe_worker
+from shade.data._source.rows_in_memory import RowsInMemory
 from shade.data._transforms.randomness import kept_generators
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place, without_login
 
@@ -52,6 +53,8 @@ def checked_index(index: int, num_samples: int) -> int:
 
 _VALUES = (int, float, str, bytes, type(None))
 """A list of these alone is one value, such as tokens."""
+_COMPARED_AT_ONCE = 1 << 16
+"""The samples of a list that are looked through in each batch; of a longer one as many on average."""
 _PROBES = 32
 _PROBES_AGAIN = 16
 
@@ -92,6 +95,12 @@ class SampleSource(Protocol):
         """Returns the sample's name in an error: its path, if it has one."""
         ...
 
+    def changed_among(self, indices: list[int]) -> set[int]:
+        """Returns those samples of a batch whose items may be others than when the data set was wrapped, because what
+        it holds in memory for them has changed. Each batch asks once, and a source takes in what needs no read."""
+        del indices
+        return set()
+
     def close(self) -> None:
         """Ends the source's threads, if it has any. Safe to call twice."""
         ...
@@ -123,7 +132,8 @@ class FileSource(SampleSource):
     """Files and targets of an ImageFolder-like data set: (path or URL, target) by sample index.
 
     Of files behind URLs, ``entries`` are the server's descriptions, if the caller has them, and ``options`` are
-    fsspec's. With ``skips_missing`` a file that is not there is a bad sample, not an error.
+    fsspec's. With ``skips_missing`` a file that is not there is a bad sample, not an error. ``changed`` returns the
+    samples if they are others than at its last call: other targets are taken in, as they are in no cache.
     """
 
     cached_format = FORMAT_ENCODED
@@ -138,10 +148,12 @@ class FileSource(SampleSource):
         options: Mapping[str, Any] | None = None,
         *,
         skips_missing: bool = False,
+        changed: Callable[[], Sequence[tuple[str, Any]] | None] | None = None,
     ) -> None:
         if not samples:
             raise DataError.of("at least one sample", 0, "check the path of the data set")
-        self._decode = decode_bytes
+        self._decode, self._changed, self._here = decode_bytes, changed, os.getcwd()
+        self._looked: tuple[int, int] = os.getpid(), 0
         self.has_pictures = decode_bytes is decode_rgb
         digest = xxhash.xxh3_64()
         if is_url(samples[0][0]):
@@ -152,8 +164,7 @@ class FileSource(SampleSource):
             self.payload_bytes_N = np.array([entry.num_bytes for entry in found], dtype=np.int64)
             state = self.payload_bytes_N.tobytes() + "\n".join(entry.version for entry in found).encode()
         else:
-            here = os.getcwd()
-            paths = [os.path.normpath(os.path.join(here, path)) for path, _ in samples]
+            paths = self._paths_of(samples)
             folder = os.path.commonpath({os.path.dirname(path) for path in paths})
             self._root, self._origin = os.path.join(folder, ""), FileOrigin()
             with ThreadPoolExecutor(STAT_THREADS) as pool:
@@ -167,15 +178,47 @@ class FileSource(SampleSource):
         relative = [os.fsencode(path[len(self._root) :]) for path in paths]
         self._end_N = np.cumsum([len(name) for name in relative])
         self._names = np.frombuffer(b"".join(relative), dtype=np.uint8)
-        targets = [target for _, target in samples]
-        self.target_N = class_targets(targets, len(targets))
-        self._targets = (
-            None if all(type(target) is int for target in targets) and self.target_N is not None else targets
-        )
+        self._take_targets(samples)
         digest.update(self._names.tobytes())
         digest.update(self._end_N.tobytes())
         digest.update(state)
         self.fingerprint = digest.hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._look()
+        return self.__dict__ | {"_changed": None}
+
+    def _paths_of(self, samples: Sequence[tuple[str, Any]]) -> list[str]:
+        return [os.path.normpath(os.path.join(self._here, path)) for path, _ in samples]
+
+    def _take_targets(self, samples: Sequence[tuple[str, Any]]) -> None:
+        targets = [target for _, target in samples]
+        self.target_N = class_targets(targets, len(targets))
+        is_plain = all(type(target) is int for target in targets) and self.target_N is not None
+        self._targets = None if is_plain else targets
+
+    @override
+    def changed_among(self, indices: list[int]) -> set[int]:
+        pid, num_batches = self._looked
+        is_due = pid != os.getpid() or num_batches >= len(self.payload_bytes_N) // _COMPARED_AT_ONCE
+        self._looked = os.getpid(), 0 if is_due else num_batches + 1
+        if is_due:
+            self._look()
+        return set()
+
+    def _look(self) -> None:
+        """Takes in other targets; raises ConfigError for other files."""
+        samples = None if self._changed is None else self._changed()
+        if samples is None:
+            return
+        paths = [path for path, _ in samples] if is_url(self._root) else self._paths_of(samples)
+        if len(paths) != len(self._end_N) or any(self.name_of(index) != path for index, path in enumerate(paths)):
+            raise ConfigError.of(
+                "the files that the data set had when it was wrapped, with other targets at most",
+                "other files",
+                "wrap the data set again: ShadeDataset(data, cache=…)",
+            )
+        self._take_targets(samples)
 
     @override
     def rest_of(self, index: int) -> tuple[Any, ...]:
@@ -220,7 +263,7 @@ class ItemSource(SampleSource):
     """Items of any map-style data set.
 
     The fingerprint covers the type, the length, some items, and what `ContentDigest` finds. A ``version`` takes the
-    place of items and digest, and no hit is compared with the origin.
+    place of items and digest, and no hit is compared with the origin. Items that are not cached stay as they are.
     """
 
     cached_format = FORMAT_ITEM
@@ -232,47 +275,79 @@ class ItemSource(SampleSource):
         encode: Callable[[Any], bytes] = item_codec.encode,
         decode_item: Callable[[Any], Any] = item_codec.decode,
         version: str | None = None,
+        *,
+        is_cached: bool = True,
     ) -> None:
         digest = xxhash.xxh3_64(kind_of(dataset).encode())
         self._dataset, self._encode, self._decode_item = dataset, encode, decode_item
         self.has_encoded_items = decode_item is item_codec.decode
+        # torch's own reads hand out what lies in memory.
+        together = getattr(type(dataset), "__getitems__", None)
+        self._makes_items = not getattr(together, "__module__", "torch.").startswith("torch.")
+        self._is_kept = is_cached or encode is not item_codec.encode or decode_item is not item_codec.decode
         num_samples = len(dataset)
         # Else the fingerprint covers every item, or none.
         is_sampled = version is None and num_samples > _PROBES
         if is_sampled:
             # Before the first read, after which a data set may hold other things in memory.
             digest.update(ContentDigest(dataset).hexdigest().encode())
+        rows = RowsInMemory(dataset)
         # Sizes are not known before an item is made; a few evenly spaced ones stand for all, the same on every rank.
         probes = sorted({int(i) for i in np.linspace(0, num_samples - 1, min(_PROBES, num_samples))})
-        # The script's random numbers stay those that it has without shade.
-        with kept_generators():
-            payloads = self._probe(probes)
-            again = self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True)
+        payloads, again = in_probe_worker(partial(self._probe_twice, probes), dataset)
         self.is_random = not set(again) <= set(payloads)
+        self._rows = None if version is not None or self.is_random or not is_cached else rows
         self.compares_hits = is_sampled and not self.is_random and not has_fingerprint(dataset)
         self.num_probes, self.probe_bytes = len(payloads + again), sum(map(len, payloads + again))
-        self.payload_bytes_N = np.full(num_samples, max(map(len, payloads)), dtype=np.int64)
+        self.payload_bytes_N = np.full(num_samples, max(map(len, payloads), default=0), dtype=np.int64)
         for content in payloads if version is None else [version.encode()]:
             digest.update(content)
         self.fingerprint = digest.hexdigest()
-        targets = getattr(dataset, "targets", None)
-        self.target_N = class_targets(targets, num_samples)
+        self.target_N = class_targets(getattr(dataset, "targets", None), num_samples)
+
+    def _probe_twice(self, probes: list[int]) -> tuple[list[bytes], list[bytes]]:
+        # The script's random numbers stay those that it has without shade.
+        with kept_generators():
+            payloads = self._probe(probes)
+            return payloads, self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True)
 
     def _probe(self, indices: list[int], *, may_fail: bool = False) -> list[bytes]:
         # `on_bad_sample` decides about items that cannot be read when their turn comes.
-        payloads = []
-        for index in indices:
-            try:
-                item = self._dataset[index]
-            except Exception as error:  # noqa: BLE001 - the user's code
-                failure = error
-                continue
-            payloads.append(self._encoded(index, item))
+        payloads = list[bytes]()
+        failure: Exception | None = None
+        for index, item in zip(indices, self._items(indices), strict=True):
+            if isinstance(item, Exception):
+                failure = item
+            elif self._is_kept:
+                payloads.append(self._encoded(index, item))
+            else:
+                self._check_item(index, item)
+                with suppress(ConfigError):
+                    payloads.append(self._encoded(index, item))
+        # Without a cache samples may have other keys than numbers.
+        may_fail |= not self._is_kept and (failure is None or isinstance(failure, (TypeError, KeyError)))
         if not payloads and not may_fail:
             raise DataError.of(
                 "a readable sample", f"{type(failure).__name__}: {failure}", f"all of {len(indices)} probed are not"
             ) from failure
         return payloads
+
+    def _items(self, indices: list[int]) -> list[Any]:
+        """Returns items in order, with an exception in place of one that cannot be read."""
+        together = getattr(self._dataset, "__getitems__", None)
+        if together and (len(indices) > 1 or isinstance(indices[0], int)):
+            # If it fails, the samples are read one by one, which shows the bad one.
+            with suppress(Exception):
+                items = together(indices)
+                if isinstance(items, (list, tuple)) and len(items) == len(indices):
+                    return list(items)
+        return [self._item(index) for index in indices]
+
+    def _item(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:  # noqa: BLE001 - the user's code; it comes out in decode, with the sample's name
+            return error
 
     def _encoded(self, index: int, item: Any) -> bytes:
         # Raises ConfigError, because the encoder's failure is no bad sample.
@@ -302,25 +377,33 @@ class ItemSource(SampleSource):
         return f"index {index} of {type(self._dataset).__name__}"
 
     @override
+    def changed_among(self, indices: list[int]) -> set[int]:
+        return set() if self._rows is None else self._rows.changed_among(indices)
+
+    @override
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
-        payloads: list[Any] = []
-        for index in indices:
-            try:
-                item = self._dataset[index]
-            except Exception as error:  # noqa: BLE001 - the user's code; it comes out in decode, with the sample's name
-                payloads.append(error)
-                continue
-            payloads.append(self._encoded(index, item))
+        items = self._items(indices)
+        if not self._is_kept:
+            return [item if isinstance(item, Exception) else _Uncached(item) for item in items]
+        payloads = [
+            item if isinstance(item, Exception) else self._encoded(index, item)
+            for index, item in zip(indices, items, strict=True)
+        ]
+        if self._makes_items and self.has_encoded_items:
+            pairs = zip(payloads, items, strict=True)
+            payloads = [each if isinstance(each, Exception) else FreshItem.of(each, item) for each, item in pairs]
         read = [payload for payload in payloads if not isinstance(payload, Exception)]
         count(len(read), sum(map(len, read)))
         return payloads
 
     @override
     def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
+        if isinstance(payload, _Uncached):
+            self._check_item(index, payload.item)
         try:
             if isinstance(payload, Exception):
                 raise payload
-            item = self._decode_item(payload)
+            item = payload.item if isinstance(payload, _Uncached) else self._decode_item(payload)
         except Exception as error:
             raise BadSampleError(
                 f"expected {self.name_of(index)} to be readable, got {type(error).__name__}: {error}; "
@@ -331,6 +414,25 @@ class ItemSource(SampleSource):
     @override
     def close(self) -> None:
         pass
+
+
+class FreshItem(bytes):
+    """An encoded item of a data set that makes the items of each batch anew, with the item."""
+
+    item: Any
+
+    @classmethod
+    def of(cls, payload: bytes, item: Any) -> FreshItem:
+        """Returns the payload with its item."""
+        found = cls(payload)
+        found.item = item
+        return found
+
+
+class _Uncached(NamedTuple):
+    """An item that goes into no cache."""
+
+    item: Any
 
 
 def class_targets(targets: Any, num_samples: int) -> npt.NDArray[np.int64] | None:
@@ -346,44 +448,6 @@ def _is_class(target: Any) -> bool:
     return isinstance(target, int) and -(2**63) <= target < 2**63
 
 
-def source_of(
-    dataset: Any,
-    encode: Callable[[Any], bytes] | None,
-    decode: Callable[[Any], Any] | None,
-    *,
-    version: str | None = None,
-    skips_missing: bool = False,
-) -> SampleSource:
-    """Chooses the source for a data set.
-
-    Args:
-        dataset: Any map-style data set.
-        encode: The user's item → bytes, or None.
-        decode: The user's bytes → item, or None. Alone (without ``encode``) it decodes file contents.
-        version: The user's word for the content of items, in their fingerprint.
-        skips_missing: Whether a file that is not there is a bad sample, not an error.
-
-    Returns:
-        What the data set's ``sample_source()`` returns, if it has one; a `FileSource` for ImageFolder-like data sets,
-        local or remote; else an `ItemSource`.
-
-    Raises:
-        ConfigError: The data set is not map-style.
-        DataError: It is empty, or a file cannot be read.
-    """
-    own = own_source_of(dataset, encode, decode)
-    files = own or file_source_of(dataset, encode, decode, skips_missing=skips_missing)
-    return files or ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode, version)
-
-
-def own_source_of(
-    dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None
-) -> SampleSource | None:
-    """Returns the source that a data set brings; None if it brings none, or the user's codec takes its items."""
-    brings = encode is None and decode is None and hasattr(type(dataset), "sample_source")
-    return dataset.sample_source() if brings else None
-
-
 def read_nearest(source: SampleSource, indices: list[int], count: CountOrigin) -> tuple[list[Any], dict[int, Any]]:
     """Reads payloads in order, those first that are near; returns them, and those that were near by index."""
     near = source.read_near(indices) if isinstance(source, NearSource) else {}
@@ -392,70 +456,3 @@ def read_nearest(source: SampleSource, indices: list[int], count: CountOrigin) -
     rest = [index for index in indices if index not in near]
     read = dict(zip(rest, source.read_many(rest, count) if rest else (), strict=True))
     return [near[index] if index in near else read[index] for index in indices], near
-
-
-def file_source_of(
-    dataset: Any,
-    encode: Callable[[Any], bytes] | None,
-    decode: Callable[[Any], Any] | None,
-    *,
-    skips_missing: bool = False,
-) -> FileSource | None:
-    """Returns the source of an ImageFolder-like data set; None for any other map-style one. Raises as `source_of`."""
-    decode_file = _file_decoder(dataset, encode, decode)
-    if decode_file is None:
-        return None
-    if type(dataset) is RemoteImageFolder:
-        return FileSource(dataset.samples, decode_file, dataset.entries, dataset.origin.options)
-    return FileSource(dataset.samples, decode_file, skips_missing=skips_missing)
-
-
-def has_sample_files(dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None) -> bool:
-    """Returns whether `ShadeDataset` reads the files itself, and runs the transform, too. Raises as `source_of`."""
-    return _file_decoder(dataset, encode, decode) is not None
-
-
-def _file_decoder(
-    dataset: Any, encode: Callable[[Any], bytes] | None, decode: Callable[[Any], Any] | None
-) -> Callable[[bytes], Any] | None:
-    _check_map_style(dataset)
-    samples = getattr(dataset, "samples", None)
-    if type(dataset) is RemoteImageFolder and encode is None:
-        return decode or decode_rgb
-    if isinstance(samples, list) and samples and encode is None and isinstance(samples[0][0], str):
-        return decode_rgb if decode is None and _reads_plain_images(dataset) else decode
-    return None
-
-
-def _check_map_style(dataset: Any) -> None:
-    """Raises ConfigError, with what to pass instead, for what has no length or no samples by index."""
-    kind, cure = type(dataset), "pass an object with __len__ and __getitem__"
-    if isinstance(dataset, type):
-        cure = f"make one: {dataset.__name__}(…)"
-    elif isinstance(dataset, (str, bytes, os.PathLike)):
-        cure = "open it first, such as with torchvision.datasets.ImageFolder(path), or RemoteImageFolder(url)"
-    elif isinstance(dataset, DataLoader):
-        cure = "pass the data set inside it (loader.dataset), and make the loader of ShadeDataset's result"
-    elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__next__"):
-        cure = "a stream has no samples by index: read it into a list, or train on it without ShadeDataset"
-    elif isinstance(dataset, Mapping) and dataset and not all(isinstance(key, int) for key in dataset):
-        cure = f"choose one of its parts, such as [{next(iter(dataset))!r}]"
-    elif hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
-        return
-    raise ConfigError.of("a map-style data set", f"{kind.__module__}.{kind.__qualname__}", cure)
-
-
-def _reads_plain_images(dataset: Any) -> bool:
-    """Returns whether a sample is its file, decoded as torchvision does it."""
-    from torchvision.datasets.folder import DatasetFolder, default_loader
-
-    kind = type(dataset)
-    own_way = getattr(kind, "__getitem__", None) is not DatasetFolder.__getitem__
-    own_way |= getattr(kind, "__len__", None) is not DatasetFolder.__len__
-    return not own_way and getattr(dataset, "loader", None) is default_loader and _pil_backend()
-
-
-def _pil_backend() -> bool:
-    import torchvision
-
-    return bool(torchvision.get_image_backend() == "PIL")

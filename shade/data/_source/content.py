@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from shade.data._dataset import item_codec
+from shade.data._source import item_codec
 from shade.errors import DataError
 
 STAT_THREADS = 32

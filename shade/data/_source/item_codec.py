@@ -7,10 +7,11 @@ they raise `CorruptEntryError`.
 
 Invariant: ``decode(encode(item)) == item``, dtypes and containers included. `encode` refuses what cannot keep that
 promise: subclasses of tensors (but torchvision's `Image`, `Mask` and `Video`), arrays and containers, sparse and
-quantised tensors, structured arrays. Of a PIL image it keeps pixels, palette and transparency, not the file's metadata.
+quantised tensors, structured arrays. Of a PIL image it keeps pixels, palette and transparency, not the file's metadata;
+an array that is mapped from a file comes back as an ordinary one.
 
-`collated` copies a batch's buffers straight from the payloads into the batch. Invariant: it returns what
-``default_collate`` makes of the decoded items, or None.
+`decoded_many` and `collated` copy a batch's buffers together. Invariant: they return the decoded items, and what
+``default_collate`` makes of them, or None.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _DTYPES = {
 _JSON = json.JSONEncoder(separators=(",", ":"))
 _COLLATED_KINDS = "biuf"
 _MOST_LAYOUTS = 4096
+_MOST_TOGETHER_BYTES = 1 << 14
 INLINE_BYTES = 1 << 18
 """A column of a batch up to this size is faster in a message than in shared memory."""
 _TV_TENSORS: dict[str, Any] = {kind.__name__: kind for kind in (tv_tensors.Image, tv_tensors.Mask, tv_tensors.Video)}
@@ -117,7 +119,7 @@ def _flatten(item: Any, buffers: list[bytes]) -> Any:
         return {"tensor": [name, list(item.shape)]}
     if _TV_TENSORS.get(kind.__name__) is kind:
         return {"tv_tensor": [kind.__name__, _flatten(item.as_subclass(torch.Tensor), buffers)]}
-    if kind is np.ndarray and item.dtype.kind in _ARRAY_KINDS:
+    if kind in (np.ndarray, np.memmap) and item.dtype.kind in _ARRAY_KINDS:
         buffers.append(item.tobytes())
         return {"array": [item.dtype.str, list(item.shape)]}
     if isinstance(item, np.generic) and item.dtype.kind in _ARRAY_KINDS:
@@ -268,6 +270,25 @@ def collated(payloads: Sequence[Any], indices: Sequence[int]) -> list[Any] | Non
     None if these payloads have to be decoded one by one: they differ in more than values, hold what is no tensor,
     array, number or string, or are damaged.
     """
+    parts = _columns(payloads)
+    if parts is None:
+        return None
+    spec, values, buffers = parts
+    batch = _collate(spec, len(payloads), values, buffers)
+    return [*(batch if spec[0] == "tuple" else [batch]), torch.tensor(indices)]
+
+
+def decoded_many(payloads: Sequence[Any]) -> list[Any] | None:
+    """Returns what `decode` makes of each payload; None if they have to be decoded one by one, as for `collated`, or
+    one of them is so large that it should have memory of its own."""
+    if any(isinstance(payload, Exception) or len(payload) > _MOST_TOGETHER_BYTES for payload in payloads):
+        return None
+    parts = _columns(payloads)
+    return None if parts is None else _rows(parts[0], len(payloads), *parts[1:])
+
+
+def _columns(payloads: Sequence[Any]) -> tuple[Any, Iterator[Any], Iterator[bytes]] | None:
+    """Returns what the payloads have in common, their values and their buffers, each of a whole batch."""
     # Values may differ from item to item, such as weights, and then each skeleton is met once.
     if len(_layouts) > _MOST_LAYOUTS:
         _layouts.clear()
@@ -280,14 +301,33 @@ def collated(payloads: Sequence[Any], indices: Sequence[int]) -> list[Any] | Non
         if layout is None or layout.num_bytes != len(payload) or (layouts and layout.spec is not layouts[0].spec):
             return None
         layouts.append(layout)
+    if not layouts:
+        return None
     values = zip(*(layout.values for layout in layouts), strict=True)
     buffers = (
         b"".join([payload[begin:end] for payload, (begin, end) in zip(payloads, spans, strict=True)])
         for spans in zip(*(layout.spans for layout in layouts), strict=True)
     )
-    spec = layouts[0].spec
-    batch = _collate(spec, len(layouts), values, buffers)
-    return [*(batch if spec[0] == "tuple" else [batch]), torch.tensor(indices)]
+    return layouts[0].spec, values, buffers
+
+
+def _rows(spec: Any, num_samples: int, values: Iterator[Any], buffers: Iterator[bytes]) -> list[Any]:
+    """Returns the part of each item that a spec describes."""
+    kind, *rest = spec
+    if kind == "value":
+        return list(next(values))
+    if kind in ("tuple", "list"):
+        columns = [_rows(part, num_samples, values, buffers) for part in rest[0]]
+        rows = zip(*columns, strict=True) if columns else [()] * num_samples
+        return [*rows] if kind == "tuple" else [*map(list, rows)]
+    if kind == "dict":
+        named = [(key, _rows(part, num_samples, values, buffers)) for key, part in rest[0]]
+        return [{key: column[row] for key, column in named} for row in range(num_samples)]
+    if kind == "scalar":
+        return list(np.frombuffer(next(buffers), dtype=rest[0]))
+    dtype, shape = rest
+    column = torch.frombuffer(bytearray(next(buffers)), dtype=dtype).reshape(num_samples, *shape)
+    return list(column.unbind(0) if kind == "tensor" else column.numpy())
 
 
 def _layout_at(payload: bytes | memoryview) -> _ItemLayout | None:

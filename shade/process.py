@@ -53,7 +53,7 @@ def die_with_parent(parent_pid: int, by: int = signal.SIGTERM) -> None:
 
 @functools.cache
 def keep_fsspec_from_forks() -> None:
-    """Makes a forked child let go of the sockets on which fsspec's thread talks in the parent; called before fsspec is
+    """Makes a forked child release the sockets on which fsspec's thread talks in the parent; called before fsspec is
     used."""
     from fsspec import asyn
 
@@ -102,8 +102,7 @@ def this_machine() -> str:
 
 
 def start_of(process_id: int) -> str | None:
-    """Returns the kernel's start time of a live process, as text; None if none has this id. It tells reused ids
-    apart."""
+    """Returns the kernel's start time of a live process, as text; None if none has this id. An id is used again."""
     status = _status(process_id)
     return None if status is None or status[0] in _ENDED else status[19]
 

@@ -97,8 +97,8 @@ class Volume(ABC):
         missing or unreadable."""
 
     def file_number(self, name: str) -> int | None:
-        """Returns a number that tells a file from its copies, the same on every machine that mounts the storage; None
-        where it has none."""
+        """Returns a number that a file has and its copies have not, the same on every machine that mounts the storage;
+        None where it has none."""
         return None
 
     def free_bytes(self) -> int | None:

@@ -210,6 +210,8 @@ class Place(World):
     def __init__(self) -> None:
         super().__init__(0)
         self.disk = Disk()
+        self.tidied = threading.Semaphore(0)
+        """Counts the saves after which what became old was removed."""
         self._lock = threading.RLock()
 
     def perform(self, actor: str, act: Act) -> Any:
@@ -237,6 +239,8 @@ def mortal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Place]:
             after_commit(self, result)
         except CrashedError as error:
             raise CheckpointError("dead") from error
+        finally:
+            places[-1].tidied.release()
 
     monkeypatch.setattr(AsyncWriter, "_write", writing)
     monkeypatch.setattr(Tiers, "after_commit", tidying)
@@ -261,6 +265,7 @@ def two_saves(place: Place, run: str, strategy: str, fault: Fault) -> tuple[list
             checkpointer.step_count = number
             saved.append(training.tensors())
             if number == 2:
+                assert place.tidied.acquire(timeout=PATIENCE_SECONDS)  # or its operations would be among the second's
                 place.operations.clear()
                 place.fault = fault
             handle = checkpointer.save()

@@ -201,7 +201,8 @@ def old_transform() -> AbstractContextManager[None]:
 
 def wrapping_draws() -> AbstractContextManager[None]:
     """Wrapping a data set draws random numbers of the script."""
-    return _together(replaced(source, "kept_generators", contextlib.nullcontext))
+    here = replaced(source, "in_probe_worker", lambda work, dataset: work())
+    return _together(here, replaced(source, "kept_generators", contextlib.nullcontext))
 
 
 def shared_memory() -> AbstractContextManager[None]:

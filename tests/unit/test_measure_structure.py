@@ -151,14 +151,14 @@ def test_markdown_has_both_columns(script: Any, root: Path, capsys: pytest.Captu
 
 
 MOST = {
-    "lines": 57_710,
+    "lines": 61_070,
     "private doors": 0,
     "class names in two or more modules": 0,
     "docstrings 'See `X`'": 0,
     "dialect words": 10,
     "import cycles": 0,
     "dead names": 0,
-    "docstring lines": 10_480,
+    "docstring lines": 10_912,
     "docstrings over 20 lines": 13,
     "unit tests named after nothing": 1,
 }
@@ -176,4 +176,4 @@ def test_a_save_and_a_restore_pass_through_few_files(script: Any) -> None:
     files = script.trace(SCRIPT.parent.parent)
     # A heartbeat of the run lock falls into some saves.
     assert len([name for name in files["save"] if not name.endswith("run_lock.py")]) <= 24
-    assert len(files["restore"]) <= 16
+    assert len(files["restore"]) <= 17

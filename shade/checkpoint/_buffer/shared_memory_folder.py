@@ -26,11 +26,11 @@ from shade.checkpoint._format.manifest import Commit
 from shade.errors import ConfigError, CorruptCheckpointError
 
 ABOUT: Final = "about"
-"""Name of the file that says to whom a folder belongs."""
+"""Name of the file that says whose folder it is."""
 KEPT_SECONDS: Final = 3600.0
 """Time within which a run that was killed is begun again, as a rule, and reads shared memory."""
 claimed: Final[set[tuple[int, Path]]] = set()
-"""Locked files of this process, with its id. To open and close such a file once more would take its lock away."""
+"""Locked files of this process, with its id. To open and close such a file again would take its lock away."""
 _RUN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -85,7 +85,7 @@ class Held:
 
     @property
     def about(self) -> str:
-        """To whom it belongs: an address of storage, or a command."""
+        """Whose it is: an address of storage, or a command."""
         with contextlib.suppress(OSError):
             return (self.folder / ABOUT).read_text()
         return ""

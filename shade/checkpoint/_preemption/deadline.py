@@ -104,7 +104,7 @@ class DeadlineStore:
 
     def has_lost(self, seconds: float) -> bool:
         """Returns whether a rank is gone: its process on this machine, or it has not answered for so many seconds. The
-        first rank that finds so tells the others."""
+        first rank that finds so informs the others."""
         ranks = range(self._world_size)
         is_silent = seconds > _ANSWER_SECONDS and not self._store.check([f"rank-{rank}" for rank in ranks])
         if self.read("lost") or is_silent or any(self._is_dead(self.read(f"process-{rank}")) for rank in ranks):

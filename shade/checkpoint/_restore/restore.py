@@ -145,8 +145,8 @@ class Restored:
 
     @property
     def epoch(self) -> int:
-        """Epoch to go on with: that of the attached sampler; 0 if nothing that is attached counts epochs, which is said
-        where steps of a loop over epochs would be done again."""
+        """Epoch to continue with: that of the attached sampler; 0 if nothing attached counts epochs, which is said if
+        steps of a loop over epochs would be done again."""
         if self.known_epoch is None and self.step:
             logger.warning(
                 "step %d is restored, and nothing attached counts epochs: a loop that begins with epoch 0 trains them "

@@ -18,6 +18,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Final
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shade.checkpoint._buffer.copy_and_compare import Comparison, prepare
@@ -28,10 +29,9 @@ from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, lay_out
 from shade.checkpoint._pacing.schedule import Pace, PaceMeter
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
-from shade.checkpoint._save.save_calls import SaveCalls
 from shade.checkpoint._strategies.base import DurabilityLevel, Strategy, StrategyConfig
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
-from shade.rank_group import RankGroup
+from shade.rank_group import RankGroup, agreed_name
 
 DURABLE_PATIENCE_SECONDS: Final = 600.0
 """Longest time that training waits for a committed save to become durable."""
@@ -39,6 +39,57 @@ _PATIENCE_SECONDS: Final = 10.0
 """Time after which a save that waits for another rank is named in the log."""
 
 logger = logging.getLogger("shade.checkpoint")
+_saving: dict[Future[Any], object] = {}
+"""Whose save is in flight, by the save's end."""
+
+
+def keep_until(done: Future[Any], owner: object) -> None:
+    """Keeps an object that the script has dropped alive until its save is committed or has failed."""
+    _saving[done] = owner
+    done.add_done_callback(lambda _: _saving.pop(done, None))
+
+
+class SaveCalls:
+    """Finds saves that a rank leaves out while others wait for it, as in ``if rank == 0: checkpointer.save()``.
+
+    A rank that begins a save notes it in torch.distributed's own key-value store; each rank looks there once a step,
+    which takes 22 µs, and joins with an error what it has passed: so the save fails on all ranks at once. Collective to
+    make.
+
+    Args:
+        group: The ranks; of one alone, nothing is looked for.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._rank, self._world_size, self._store = group.rank, group.world_size, None
+        if group.world_size > 1:
+            self._store = c10d.PrefixStore(f"shade/saves/{agreed_name(group)}", c10d._get_default_store())
+
+    def close(self) -> None:
+        """Drops the store, whose server a new group of this process may start anew."""
+        self._store = None
+
+    def note(self, number: int, step: int) -> None:
+        """Notes that this rank begins a save, the ``number``-th, of a step."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the process that holds the store is gone: the run is ending
+                self._store.set(f"{number}", f"{step}")
+                self._store.set(f"{number}-{self._rank}", "")
+
+    def step_of(self, number: int) -> int | None:
+        """Returns the step whose save some rank has begun as its ``number``-th; None if none has."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([f"{number}"]):
+                    return int(self._store.get(f"{number}"))
+        return None
+
+    def missing(self, number: int) -> list[int]:
+        """Returns the ranks that have not begun a save yet."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                return [rank for rank in range(self._world_size) if not self._store.check([f"{number}-{rank}"])]
+        return []
 
 
 class Saver:

@@ -1,8 +1,7 @@
 """Ends, with its script, what the script has not closed: the last save is committed then, or the log says why not.
 
 A script that saves in its last line ends while the save is on its way, and its threads end with it. So the interpreter
-is asked to wait, as it does for the pools of `concurrent.futures`, before it takes away what threads need. An object
-that nothing refers to any more is kept while a save of it is in flight, and no longer.
+is asked to wait, as it does for the pools of `concurrent.futures`, before it takes away what threads need.
 """
 
 from __future__ import annotations
@@ -13,13 +12,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
 
 logger = logging.getLogger("shade.checkpoint")
 _endings: set[weakref.WeakMethod[Callable[[bool], None]]] = set()
-_saving: dict[Future[Any], object] = {}
-"""What is saved from, by the save's end."""
 _process: int | None = None
 
 
@@ -30,16 +25,9 @@ def end_at_exit(ending: Callable[[bool], None]) -> None:
         _process = os.getpid()
         # A forked child ends nothing of its parent's.
         _endings.clear()
-        _saving.clear()
         # Not `atexit`, which comes when no pool takes work any more.
         threading._register_atexit(_end_all)  # type: ignore[attr-defined]
     _endings.add(weakref.WeakMethod(ending, _endings.discard))
-
-
-def keep_until(done: Future[Any], owner: object) -> None:
-    """Keeps an object alive until a save of it is committed or has failed."""
-    _saving[done] = owner
-    done.add_done_callback(lambda _: _saving.pop(done, None))
 
 
 def _end_all() -> None:

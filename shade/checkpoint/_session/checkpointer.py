@@ -30,9 +30,8 @@ from shade.checkpoint._restore.reader import Snapshot
 from shade.checkpoint._restore.restore import Restored, load_module, read_newest_alone, restore_app_state
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle
 from shade.checkpoint._save.packing import KEYFRAME_EVERY, Packer
-from shade.checkpoint._save.save import Saver, WaitPolicy
-from shade.checkpoint._save.save_calls import SaveCalls
-from shade.checkpoint._session.at_exit import end_at_exit, keep_until
+from shade.checkpoint._save.save import SaveCalls, Saver, WaitPolicy, keep_until
+from shade.checkpoint._session.at_exit import end_at_exit
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers, open_to_read
 from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
@@ -54,7 +53,7 @@ class Checkpointer:
         store: URL of the cluster whose memory takes snapshots; None: shared memory and storage alone.
         persist_to: Path or URL of durable storage; None: memory alone.
         run: Id of the run in these locations; one live process group each. None: ``run``, and without any storage the
-            command line tells one job's snapshots from another's.
+            command line distinguishes one job's snapshots from another's.
         strategy: Name in `_strategies.STRATEGIES`. It sets every argument below that is None.
         every: When `step` saves: ``50`` (steps), ``"30s"``, ``"5m"``, ``"2%"`` (of the time), ``"never"``; see
             `Schedule`.

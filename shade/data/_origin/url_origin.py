@@ -43,7 +43,7 @@ PATIENCE_SECONDS = 120.0
 PAUSES_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Between the requests for one file; the last one again and again."""
 _RETRIES = 2
-"""Of errors that nobody knows to pass."""
+"""Of errors that are not known to pass."""
 _SAID_SECONDS = 60.0
 """A server's trouble is said once in so long, by each process."""
 _BUSY = (408, 425, 429, 500, 502, 503, 504)

@@ -71,7 +71,7 @@ class LoaderCount:
 
     @property
     def _num_received(self) -> int:
-        # With workers, a batch whose loading failed counts as well: a loop that goes on after the error has left it
+        # With workers, a batch whose loading failed counts as well: a loop that continues after the error has left it
         # out.
         return int(self._attributes["_rcvd_idx" if "_rcvd_idx" in self._attributes else "_num_yielded"])
 

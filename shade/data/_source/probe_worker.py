@@ -8,7 +8,7 @@ The forked process has positions of its own in the open files, and none of the c
 when it was made is used as if it was never read. What does not work in it (CUDA, threads that are not there) runs in
 this process instead, and so does everything where there is no fork.
 
-Price: the fork, about 10 ms and more with much memory, and what the first read opens is opened once more.
+Price: the fork, about 10 ms and more with much memory, and what the first read opens is opened again.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ PROTOCOL = 0x5348_4144_4500_0004
 FINE, NON_FINITE, FAILED = 0, 1, 2
 _FIXED = 10
 _BITS = 63
-"""Parameters whose use one int64 of a count tells."""
+"""Parameters whose use fits into one int64 of a count."""
 
 
 class SparseAllReduce:

@@ -93,11 +93,11 @@ def test_a_loader_says_how_batches_are_made(dataset: ShadeDataset, sampler: Shad
         ),
         (
             ShadeSampler,
-            {"at_resume", "close", "epoch", "load_state_dict", "num_steps", "order_of", "receipt", "report"}
+            {"at_resume", "close", "count_step", "epoch", "load_state_dict", "num_steps", "order_of", "receipt"}
             | {"report_validation", "scores", "set_epoch", "state_dict", "steps_done", "take_losses", "total_steps"}
-            | {"weights"},
+            | {"report", "weights"},
         ),
-        (ShadeLoader, {"epoch", "in_threads", "load_state_dict", "state_dict", "stats"}),
+        (ShadeLoader, {"count_step", "epoch", "in_threads", "load_state_dict", "state_dict", "stats"}),
     ],
 )
 def test_help_shows_what_users_call(users_class: type, methods: set[str]) -> None:

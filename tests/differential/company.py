@@ -1,7 +1,7 @@
-"""The generator of combined scripts: what a training in company comes to is what plain PyTorch comes to, or a refusal by name.
+"""The generator of combined scripts: a training in company is as in plain PyTorch, or it is refused by name.
 
-A script trains in one or two processes that may be ended at a step, and begins again. Afterwards torch alone trains the same
-batches: samples, weights, exit statuses and what is left behind are compared.
+A script trains in one or two processes that may be ended at a step, and begins again. Afterwards torch alone trains
+the same batches: samples, weights, exit statuses and what is left behind are compared.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ import signal
 import tempfile
 import uuid
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from shade.store._servers.server import LocalServer
 from tests.differential.company_data import write
-from tests.differential.company_faults import FAULTS, PLANTED
+from tests.differential.company_faults import PLANTED
 from tests.differential.company_processes import Nursery
 from tests.differential.company_script import Script, scripts
 from tests.differential.company_training import Life, steps_of, train_plainly
 from tests.differential.harness import Outcome, Plane, Verdict
 
-STATUSES = {"normal": 0, "exception": 1, "interrupt": -signal.SIGINT, "kill": -signal.SIGKILL}
+# Python ends with 1 after Ctrl-C if a thread compiles text meanwhile, as numba's compiler does.
+STATUSES = {"normal": {0}, "exception": {1}, "interrupt": {-signal.SIGINT, 1}, "kill": {-signal.SIGKILL}}
 
 
 class Differs(Exception):
@@ -42,7 +45,8 @@ class Differs(Exception):
 def live(folder: Path, rank: int, *, script: str, life: int, run: str, cache: str | None, fault: str) -> None:
     """One life of a script; it ends as a script ends."""
     torch.set_num_threads(1)
-    PLANTED[fault]().__enter__() if fault else None
+    if fault:
+        PLANTED[fault]().__enter__()
     Life(eval(script, {"Script": Script}), folder, life, rank, run, cache).train()
 
 
@@ -131,21 +135,21 @@ class Play:
             other = Play(Script(saves="overlap", ending="kill", step=4), self.run)
             other.live(other.script, 0)
         statuses = self.live(script, 0)
-        expected = STATUSES[script.ending] if script.step <= self.length() else 0
+        expected = STATUSES[script.ending] if script.step <= self.length() else {0}
         if script.is_refused:
             if all(status == 1 for status in statuses) and (name := self.refusal(0)) and not self.num_steps(0):
                 return Verdict(Outcome.REFUSED, name)
             raise Differs(f"a differing {script.differs} is not refused: statuses {statuses}\n{self.log(0)}")
         if set(statuses) == {1} and (name := self.refusal(0)) and not self.num_steps(0):
             return Verdict(Outcome.REFUSED, name)
-        if set(statuses) != {expected}:
+        if not set(statuses) <= expected:
             raise Differs(f"statuses {statuses}, and not {expected}\n{self.log(0)}")
         lives = 1
-        if expected != 0 and script.saves:
+        if expected != {0} and script.saves:
             statuses, lives = self.live(script, 1), 2
             if set(statuses) != {0}:
                 raise Differs(f"statuses of the second life: {statuses}\n{self.log(1)}")
-        self.compare(lives, ended=expected == 0 or lives == 2)
+        self.compare(lives, ended=expected == {0} or lives == 2)
         return Verdict(Outcome.SAME)
 
     def length(self) -> int:
@@ -180,7 +184,8 @@ class Play:
                 raise Differs(f"step {number}: samples {[line['indices'] for line in mine]} are not the data set's")
         num_samples = 16 if script.data.startswith("split") else 20
         for epoch in range(script.epochs if ended else 0):
-            seen = Counter(index for step in steps for line in step if line["epoch"] == epoch for index in line["indices"])
+            lines = [line for step in steps for line in step if line["epoch"] == epoch]
+            seen = Counter(index for line in lines for index in line["indices"])
             if seen != Counter(range(num_samples)):
                 raise Differs(f"epoch {epoch} has the samples {sorted(seen.elements())}")
         if ended:
@@ -197,8 +202,14 @@ def play(script: Script) -> Verdict:
     played = Play(script)
     try:
         verdict = played.play()
-        # What is in memory alone stays, for the next life.
-        if script.closes and script.persists and verdict.outcome is Outcome.SAME and (left := memory_left(played.run)):
+        # What is in memory alone stays, for the next life, and so does what the neighbour has.
+        if (
+            script.closes
+            and script.persists
+            and not script.neighbour
+            and verdict.outcome is Outcome.SAME
+            and (left := memory_left(played.run))
+        ):
             raise Differs(f"shared memory keeps {left}")
         return verdict
     except Differs as differs:
@@ -207,5 +218,5 @@ def play(script: Script) -> Verdict:
         shutil.rmtree(played.folder, ignore_errors=True)
 
 
+FAULTS = {name: partial(patch.object, Play, "fault", name) for name in PLANTED}
 PLANE = Plane("company", scripts(), play, FAULTS, {"Script": Script})
-

@@ -1,4 +1,4 @@
-"""Runs lives of combined scripts in processes of their own, forked from one that has imported all: each ends as Python ends.
+"""Runs combined scripts in processes of their own, forked from one that has imported all: each ends as Python ends.
 
 `Nursery` starts ``python -m tests.differential.company_processes`` and tells it, line by line, what to fork. A child
 leaves the module at its end, so that exit handlers, threads and static destructors run as in a user's script.
@@ -153,7 +153,9 @@ def serve() -> dict[str, Any]:
                 os.setpgid(child, child)
             children.append(child)
         statuses = wait_for(children, Path(request["folder"]))
-        print(json.dumps({"statuses": statuses, "left": what_is_left(children, request["folder"])}), flush=True)
+        answer = {"statuses": statuses, "left": what_is_left(children, request["folder"])}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
     return {}
 
 

@@ -1,4 +1,4 @@
-"""What a combined script is: two or three planes, a framework, an ending; the plainest is drawn first, so that it shrinks."""
+"""What a combined script is: two or three planes, a framework, an ending; the plainest are drawn first, to shrink."""
 
 from __future__ import annotations
 

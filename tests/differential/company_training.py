@@ -1,4 +1,4 @@
-"""Runs one life of a combined script as a user's script would, and writes down each step; or trains its steps again, plainly."""
+"""Runs one life of a combined script, as a user would, and notes each step; or trains its steps again, plainly."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def make_model(script: Script) -> torch.nn.Module:
 
 
 def make_optimizer(script: Script, model: torch.nn.Module, *, plain: bool = False) -> torch.optim.Optimizer:
-    """An optimizer of torch's own; for `GradientEngine` one of shade's that does the same, unless it is to be ``plain``."""
+    """An optimizer of torch's own; for `GradientEngine` one of ours that does the same, unless asked for ``plain``."""
     parameters = model.parameters()
     if script.exchange == "engine" and not plain:
         from shade.gradient.optim import SparseSGD
@@ -125,7 +125,8 @@ class Life:
         self.run = run
         self.script, self.folder, self.life, self.rank, self.cache = script, folder, life, rank, cache
         self.exchange: Any = None
-        self.log = open(folder / f"steps-{life}-{rank}", "w", buffering=1)
+        # Open to the process's end, which may be a kill.
+        self.log = open(folder / f"steps-{life}-{rank}", "w", buffering=1)  # noqa: SIM115
 
     def say(self, **values: Any) -> None:
         """Writes a line that outlives the process."""
@@ -135,9 +136,7 @@ class Life:
         """The ranks meet."""
         if self.script.ranks > 1:
             meeting = f"file://{self.folder}/meeting-{self.life}"
-            dist.init_process_group(
-                "gloo", meeting, timedelta(seconds=20), self.script.ranks, self.rank
-            )
+            dist.init_process_group("gloo", meeting, timedelta(seconds=20), self.script.ranks, self.rank)
 
     def differing(self, name: str, value: Any, other: Any) -> Any:
         """The value of an argument on this rank."""
@@ -178,7 +177,7 @@ class Life:
             optimizer = accelerator.prepare(optimizer)
             step = optimizer.step if script.exchange != "engine" else step
         checkpointer: Any = None
-        epoch = steps = 0
+        first_epoch = steps = 0
         closing = contextlib.ExitStack()
         if script.saves:
             storage = self.folder / "storage" if script.persists else None
@@ -187,11 +186,11 @@ class Life:
                 closing.enter_context(checkpointer)
             keeper = {"sampler": sampler} if script.loop in ("loop", "accelerate") else {"loader": loader}
             checkpointer.attach(model=model, optimizer=optimizer, **keeper)
-            epoch = checkpointer.restore_latest().epoch
+            first_epoch = checkpointer.restore_latest().epoch
             steps = checkpointer.step_count
-        self.say(begins=steps, epoch=epoch)
+        self.say(begins=steps)
         with closing:
-            for epoch in range(epoch, script.epochs):
+            for epoch in range(first_epoch, script.epochs):
                 sampler.set_epoch(epoch)
                 for x_BW, label_B, index_B in loader:
                     loss_B = F.cross_entropy(trained(x_BW), label_B, reduction="none")

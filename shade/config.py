@@ -165,8 +165,16 @@ class RunConfig:
     def save(self, *, is_new: bool = False) -> Path:
         """Writes ``run.json`` into the run directory; returns its path. FileExistsError if a new run finds one."""
         path = Path(self.out) / "run.json"
-        with path.open("x" if is_new else "w") as file:
-            file.write(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        # A launcher that is killed here leaves no half of a file, with which no run could be resumed.
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        try:
+            if is_new:
+                os.link(draft, path)
+            else:
+                os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
         return path
 
     @classmethod

@@ -220,7 +220,8 @@ def test_loader_and_sampler_of_two_batch_sizes_are_told(tmp_path: Path) -> None:
     loader = loaders.StatefulDataLoader(dataset, batch_size=5, sampler=sampler)
     for _, _ in zip(range(3), loader, strict=False):
         pass
-    state = loader.state_dict()
+    with pytest.warns(UserWarning, match="load batches of the sampler's batch_size"):
+        state = loader.state_dict()
     other = ShadeSampler(dataset, batch_size=8)
     loader = loaders.StatefulDataLoader(dataset, batch_size=5, sampler=other)
     loader.load_state_dict(state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,17 @@ Case = Callable[[int, int], None]
 def groups_descriptors_threads() -> list[int]:
     groups = dist.distributed_c10d._world.pg_map
     return [len(groups), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))]
+
+
+def settled(expected: list[int] | None = None) -> list[int]:
+    """Returns the counts once they are as expected, or, in want of that, the same for a while: a thread that was joined
+    is gone from the kernel's list a moment later."""
+    deadline, same, last = time.monotonic() + 5, 0, groups_descriptors_threads()
+    while last != expected and same < 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        now = groups_descriptors_threads()
+        same, last = same + 1 if now == last else 0, now
+    return last
 
 
 def numbers() -> TensorDataset:
@@ -232,10 +244,10 @@ def story(rank: int, world_size: int) -> dict[str, Any]:
     for case in CASES:
         try:
             case(rank, world_size)
-            before = groups_descriptors_threads()
+            before = settled()
             for _ in range(ROUNDS):
                 case(rank, world_size)
-            found[case.__name__] = [before, groups_descriptors_threads()]
+            found[case.__name__] = [before, settled(before)]
         except Exception:  # noqa: BLE001 - the test that reads the outcome shows it
             found[case.__name__] = traceback.format_exc()
     return found

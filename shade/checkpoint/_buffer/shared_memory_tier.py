@@ -12,6 +12,7 @@ whole when the record was written. Decision 0008 has the measurements of huge pa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -363,7 +364,8 @@ class SharedMemoryTier(Tier):
 
     def note_elsewhere(self, sequence: int) -> None:
         """Notes that another tier has the snapshot of a save as well, so that this copy may go."""
-        (self.folder / f"rank-{self.rank}.elsewhere").write_text(str(sequence))
+        with contextlib.suppress(FileNotFoundError):  # what was freed by hand needs no note
+            (self.folder / f"rank-{self.rank}.elsewhere").write_text(str(sequence))
 
 
 HUGE_BYTES: Final = 2 * 2**20

@@ -162,6 +162,8 @@ class Tiers:
                     damages = self.reader.examine(snapshot)
                     self.reader.repair(snapshot, [each for each in damages if each.source.tier is self.memory])
         except CorruptCheckpointError as error:
+            with contextlib.suppress(StoreError):
+                self.memory.note_damage(result.location)  # what was repaired in part is damaged still
             return str(error)
         except (StoreError, StorageError):  # which may answer again
             pass

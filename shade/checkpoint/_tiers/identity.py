@@ -48,10 +48,10 @@ def of_storage(volume: Volume, run: str, *, make: bool = False) -> str | None:
     return found if number is None else f"{found}-{number:x}"
 
 
-def of_job(run: str | None, store_url: str | None) -> str:
+def of_job(run: str | None, store_url: str | StoreURL | None) -> str:
     """Returns the identity of a job without storage: that of its store and run id, or without a run id (None) also of
     the command and the folder that began it."""
-    store = None if store_url is None else str(StoreURL.parse(store_url))
+    store = str(StoreURL.parse(store_url) if isinstance(store_url, str) else store_url)
     begun_by = [os.getcwd(), sys.argv] if run is None else run
     return f"job-{hashlib.sha256(json.dumps([store, begun_by]).encode()).hexdigest()[:16]}"
 

@@ -98,7 +98,7 @@ def other_process(url: str) -> Iterator[subprocess.Popen[str]]:
 def test_the_second_is_told_who_is_first(keep: Callable[[], Keeper]) -> None:
     with RunLock(keep(), "run", heartbeat_seconds=BEAT_SECONDS) as lease:
         expected = rf"expected a run id that no live process uses, got 'run', which process {os.getpid()} on host \S+ "
-        expected += r"saves under; close\(\) this process's earlier Checkpointer"
+        expected += r"saves under; choose another id, or close\(\) its Checkpointer, which is in this process"
         with pytest.raises(RunInUseError, match=expected):
             RunLock(keep(), "run", heartbeat_seconds=BEAT_SECONDS).acquire()
         lease.check()

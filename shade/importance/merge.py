@@ -111,7 +111,8 @@ class ScoreMerger:
         self._worker: _Worker | None = None
         self._waiting: list[_HostReport] = []
         self._pid: int | None = os.getpid()
-        self._is_closed = False
+        self.is_closed = False
+        """Whether this process has closed it: then nothing waits."""
         if self.world_size > 1:
             ranks = None if group is None else dist.get_process_group_ranks(group)
             # A group of its own never meets the trainer's collectives.
@@ -154,8 +155,6 @@ class ScoreMerger:
     def flush(self) -> None:
         """Returns when all that was reported, here and for the same steps elsewhere, is in the table. Raises ShadeError
         if a report failed; the table holds what came before it."""
-        if self._is_closed:
-            return  # nothing waits; a checkpointer that is closed after its sampler still asks
         self._check_usable()
         if self._worker is not None:
             reached = threading.Event()
@@ -169,7 +168,7 @@ class ScoreMerger:
         Raises, if there is no thread, the error of a waiting report."""
         if self._pid != os.getpid():
             return
-        self._pid, self._is_closed = None, True
+        self._pid, self.is_closed = None, True
         self._apply_waiting()
         if self._worker is not None:
             self._worker.stop(CLOSE_SECONDS)
@@ -184,7 +183,7 @@ class ScoreMerger:
         return {"table": self.table, "batch_size": self.batch_size, "world_size": self.world_size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _worker=None, _waiting=[], _pid=None, _is_closed=False)
+        self.__dict__.update(state, _worker=None, _waiting=[], _pid=None, is_closed=False)
 
     def _apply_waiting(self) -> None:
         """Applies the waiting reports, in order; one that fails is dropped with those after it."""

@@ -330,7 +330,7 @@ class MixtureSampler(Sampler[PackedSequence]):
 
         Call it between steps; one rank may call it alone.
         """
-        if self._merger is not None:
+        if self._merger is not None and not self._merger.is_closed:
             self._merger.flush()
         # Where the stream was as the round began, and the steps of it that are done; the rest of the round follows.
         return {

@@ -147,7 +147,8 @@ class EpochDraws:
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
         """Returns the draws of an epoch and of the next, and all that later draws follow from."""
-        self._merger.flush()
+        if not self._merger.is_closed:  # a checkpointer that is closed after its sampler still asks
+            self._merger.flush()
         kept = [self._made[each] for each in (epoch, epoch + 1) if each in self._made]
         return {
             # In a tuple, which torch.distributed.checkpoint takes as a whole: of a dict it loads the keys that a new

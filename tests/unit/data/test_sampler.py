@@ -682,3 +682,12 @@ def test_a_loop_that_counts_full_epochs_is_warned_once_with_the_line_to_write() 
     assert lengths_asked(lambda sampler: (len(sampler), sampler.total_steps(EPOCHS)), mode="unbiased") == []
     assert lengths_asked(lambda sampler: None, mode="unbiased") == []
     assert lengths_asked(len, mode="uniform") == []
+
+
+def test_a_sampler_that_is_closed_still_has_its_state() -> None:
+    sampler = ShadeSampler(TensorDataset(torch.arange(20.0).view(20, 1)), batch_size=4)
+    for part in torch.tensor(list(sampler)).split(4):
+        sampler.report(part, torch.ones(len(part)))
+    state = sampler.state_dict()
+    sampler.close()
+    assert str(sampler.state_dict()) == str(state)

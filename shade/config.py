@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shade.errors import ConfigError
+from shade.process import replacing
 
 RUN_FILE = "SHADE_RUN"
 """Environment variable: path of the run's ``run.json``."""
@@ -165,16 +166,18 @@ class RunConfig:
     def save(self, *, is_new: bool = False) -> Path:
         """Writes ``run.json`` into the run directory; returns its path. FileExistsError if a new run finds one."""
         path = Path(self.out) / "run.json"
+        text = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
         # A launcher that is killed here leaves no half of a file, with which no run could be resumed.
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        if not is_new:
+            with replacing(path) as beside:
+                beside.write_text(text)
+            return path
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text)
         try:
-            if is_new:
-                os.link(draft, path)
-            else:
-                os.replace(draft, path)
+            os.link(draft, path)
         finally:
-            draft.unlink(missing_ok=True)
+            draft.unlink()
         return path
 
     @classmethod

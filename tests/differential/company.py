@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import os
 import shutil
 import signal
 import tempfile
@@ -23,12 +22,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from shade.store._servers.server import LocalServer
+from shade.checkpoint._buffer.shared_memory_folder import flusher_log, own_folder
 from tests.differential.company_data import write
 from tests.differential.company_faults import PLANTED
 from tests.differential.company_processes import Nursery
 from tests.differential.company_script import Script, scripts
 from tests.differential.company_training import Life, steps_of, train_plainly
+from tests.differential.data_playing import server_url
 from tests.differential.harness import Outcome, Plane, Verdict
 
 # Python ends with 1 after Ctrl-C if a thread compiles text meanwhile, as numba's compiler does.
@@ -71,19 +71,10 @@ def root() -> Path:
     return made
 
 
-@functools.cache
-def server_url() -> str:
-    """A server that all scripts of this process share, so that what one leaves behind the next one meets."""
-    server = LocalServer()
-    server.start()
-    atexit.register(server.stop)
-    return f"unix://{server.socket_path}"
-
-
 def memory_left(run: str) -> list[str]:
-    """What lies in shared memory of a run."""
-    paths = Path(f"/dev/shm/shade-{os.getuid()}").rglob("*")
-    return sorted(str(path) for path in paths if path.is_file() and run in str(path))
+    """Returns the files that a run has in shared memory, with its flusher's log."""
+    paths = (*own_folder(run).rglob("*"), flusher_log(run))
+    return sorted(str(path) for path in paths if path.is_file())
 
 
 class Play:

@@ -313,7 +313,7 @@ def list_folder(url: str, options: Mapping[str, Any]) -> list[str]:
     """Lists what lies directly in a folder, folders with a slash at the end; raises as `list_files`."""
     file_system = open_file_system(url, options)
     try:
-        found = file_system.ls(url, detail=True)
+        found = patiently(partial(file_system.ls, url, detail=True), url, is_known=False)
     except Exception as error:  # noqa: BLE001 - each library raises its own, whose message may show the login
         raise _not_listed(url, error) from None
     ends = ["/" if each["type"] == "directory" else "" for each in found]

@@ -69,7 +69,7 @@ class SparseOptimizer(Optimizer, ABC):
             raise ConfigError.of("flush_every ≥ 1 step", flush_every, f"{FLUSH_EVERY} is the default")
         self.flush_every = flush_every
         self._memories: dict[Bucket, list[OptimizerMemory]] = {}
-        """Of each bucket's parts, in order; most buckets have one."""
+        """By bucket, what its parts have, in order; most buckets have one part."""
         self._lags: list[dict[str, Any]] = []
         """Loaded state of buckets that have not been seen yet."""
         self._lock = threading.Lock()

@@ -207,6 +207,7 @@ def play(script: Script) -> Verdict:
         return Verdict(Outcome.DIFFERENT, str(differs))
     finally:
         shutil.rmtree(played.folder, ignore_errors=True)
+        shutil.rmtree(own_folder(played.run), ignore_errors=True)
 
 
 FAULTS = {name: partial(patch.object, Play, "fault", name) for name in PLANTED}

@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler
 
 from shade import ShadeDataset, ShadeSampler
 from shade.store._servers.server import LocalServer
+from tests.support.exits import ending_of, without_closing
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {
@@ -68,6 +69,35 @@ def test_an_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
     assert told.returncode == 0, told.stderr[-3000:]
     assert told.stdout.strip()
     assert "False" not in told.stdout, "what it compares is not the same"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        *((name, 1) for name in NEEDS),
+        ("accelerate_loop", 2),
+        ("ray_train", 2),
+        ("transformers_trainer", 2),
+        ("lightning_trainer", 2),
+    ],
+)
+def test_an_example_ends_and_leaves_nothing(name: str, ranks: int, closes: bool, tmp_path: Path) -> None:
+    load(name)
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    unclosed, changes = without_closing(text)
+    assert changes
+    script = tmp_path / f"{name}.py"
+    script.write_text(text if closes else unclosed)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks > 1 else []
+    with LocalServer() as server:
+        words = [server.url.reveal()] if ranks > 1 else []
+        if name == "ray_train":
+            torchrun, words = [], [*words, "2"] if words else []
+        ended = ending_of([sys.executable, *torchrun, script, *words], tmp_path)
+    ended.check()
+    assert "False" not in ended.said, "what it compares is not the same"
 
 
 # ── torchdata ───────────────────────────────────────────────────────────────────────────────────────────────────────

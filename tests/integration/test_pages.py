@@ -23,6 +23,7 @@ from PIL import Image
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.store._servers.local_cluster import LocalCluster
 from shade.store._servers.server import LocalServer
+from tests.support.exits import ending_of, without_closing
 from tests.support.pages import ROOT, PageRunner, blocks_of, check_only, page_options, pages
 
 MOST_SKIPPED = 20
@@ -142,6 +143,80 @@ def test_a_page_does_what_it_shows(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     refresh = bool(os.environ.get("SHADE_REFRESH_PAGES"))
     PageRunner(path, folder, real, preamble, refresh=refresh).run()
+
+
+# ── a page as a script of its own ───────────────────────────────────────────────────────────────────────────────────
+
+SCRIPT = """
+from pathlib import Path
+from tests.support.exits import without_closing
+from tests.support.exits import ending_of, without_closing
+from tests.support.pages import PageRunner
+def rewritten(text):
+    return text if {closes} else without_closing(text)[0]
+if __name__ == "__main__":
+    page = PageRunner(Path({path!r}), Path({folder!r}), {addresses!r}, {preamble!r}, names=globals())
+    page.run_as_script(rewritten, is_rank={is_rank})
+"""
+MEETING = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+SHARING = "model = torch.nn.parallel.DistributedDataParallel(model)\n"
+
+
+def closings(path: Path) -> list[str]:
+    """Lines of a page that a script which closes nothing has otherwise."""
+    blocks = [each for each in blocks_of(path.read_text(encoding="utf-8")) if each.is_run and each.language == "python"]
+    return [line for block in blocks for line in without_closing(block.text)[1]]
+
+
+def scripts() -> list[Any]:
+    """Each page that runs something, closing or not, and on two ranks if it trains in its own name space."""
+    found = []
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        name = str(path.relative_to(ROOT))
+        blocks = [each for each in blocks_of(text) if each.is_run]
+        if blocks:
+            ways = [(True, 1)] * bool(closings(path)) + [(False, 1)]
+            needs = page_options(text).get("needs", "").split(",")
+            if set(PREAMBLES) & set(needs) and any(each.is_at_once for each in blocks):
+                ways.append((False, 2))
+            found += [pytest.param(path, *way, id=f"{name}-{'closing' * way[0]}-{way[1]}") for way in ways]
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("path", "closes", "ranks"), scripts())
+def test_a_page_ends_and_leaves_nothing(
+    path: Path, closes: bool, ranks: int, addresses: Callable[[str], dict[str, str]], tmp_path: Path
+) -> None:
+    options = page_options(path.read_text(encoding="utf-8"))
+    for package in filter(None, options.get("packages", "").split(",")):
+        pytest.importorskip(package)
+    needs = options.get("needs", "")
+    preamble = "".join(text for name, text in PREAMBLES.items() if name in needs.split(","))
+    if ranks > 1:
+        needs = ",".join({"redis", *filter(None, needs.split(","))})
+    real = addresses(needs)
+    command = [sys.executable]
+    if ranks > 1:
+        preamble = MEETING + preamble + SHARING
+        real["local://"] = real["redis://10.0.0.1:6379"]
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    folder = tmp_path / "page"
+    folder.mkdir()
+    script = folder / "page.py"
+    script.write_text(
+        SCRIPT.format(
+            closes=closes, path=str(path), folder=str(folder), addresses=real, preamble=preamble, is_rank=ranks > 1
+        )
+    )
+    ending_of([*command, script], folder).check()
 
 
 def test_few_blocks_are_skipped_and_each_says_why() -> None:

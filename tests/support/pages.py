@@ -22,7 +22,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,16 @@ class Block:
     stop: int
     """Where the text stands in the page."""
     options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether it is Python that runs in the page's own name space."""
+        return self.language == "python" and not self.title and not self.options
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it runs: at once, on ranks, as commands, or as a file that a command names."""
+        return self.language in ("python", "console", "sh") and not {"skip", "part-of"} & set(self.options)
 
     @property
     def reason(self) -> str:
@@ -115,14 +125,24 @@ class PageRunner:
         addresses: What stands instead of the addresses that the page names.
         preamble: Python that runs first, for what the page says the reader has already.
         refresh: Write what was printed into the page, instead of comparing it.
+        names: The name space of its blocks; by default one of its own.
     """
 
     def __init__(
-        self, path: Path, folder: Path, addresses: dict[str, str], preamble: str = "", *, refresh: bool = False
+        self,
+        path: Path,
+        folder: Path,
+        addresses: dict[str, str],
+        preamble: str = "",
+        *,
+        refresh: bool = False,
+        names: dict[str, Any] | None = None,
     ) -> None:
         self._path, self._folder, self._addresses, self._refresh = path, folder, addresses, refresh
         self._preamble = preamble
-        self._names: dict[str, Any] = {"__name__": "__main__"}
+        self._names = {"__name__": "__main__"} if names is None else names
+        self._is_script, self._is_rank = False, False
+        self._rewritten: Callable[[str], str] = str
         self._printed = ""
         self._edits: list[tuple[int, int, str]] = []
 
@@ -144,10 +164,23 @@ class PageRunner:
                 if name in self._names:
                     self._names[name].close()
 
+    def run_as_script(self, rewritten: Callable[[str], str], *, is_rank: bool = False) -> None:
+        """Runs all blocks as a script of its own: nothing is closed for it, and outputs are not compared.
+
+        Args:
+            rewritten: Makes of each python block what runs in its place.
+            is_rank: Run only what runs at once, on one of several ranks.
+        """
+        self._install_command()
+        self._is_script, self._is_rank, self._rewritten = True, is_rank, rewritten
+        self._run()
+
     def _run(self) -> None:
         text = self._path.read_text(encoding="utf-8")
         exec(compile(self._real(self._preamble), "<preamble>", "exec"), self._names)
         for block in blocks_of(text):
+            if self._is_rank and not block.is_at_once:
+                continue
             if "skip" in block.options:
                 check_only(block)
             elif "part-of" in block.options:
@@ -155,7 +188,7 @@ class PageRunner:
             elif "output" in block.options:
                 self._compare(block, block.text, self._printed, block.start, block.stop)
             elif block.language == "python" and block.title:
-                (self._folder / block.title).write_text(self._real(block.text), encoding="utf-8")
+                (self._folder / block.title).write_text(self._code(block), encoding="utf-8")
             elif block.language == "python" and "ranks" in block.options:
                 self._printed = self._ranks(block)
             elif block.language == "python":
@@ -171,6 +204,9 @@ class PageRunner:
         if self._edits:
             self._path.write_text(text, encoding="utf-8")
 
+    def _code(self, block: Block) -> str:
+        return self._rewritten(self._real(block.text))
+
     def _real(self, text: str) -> str:
         for shown, real in self._addresses.items():
             text = text.replace(shown, real)
@@ -182,7 +218,7 @@ class PageRunner:
         return text.replace(str(self._folder), "…")
 
     def _python(self, block: Block) -> str:
-        code = compile("\n" * (block.line - 1) + self._real(block.text), str(self._path), "exec", dont_inherit=True)
+        code = compile("\n" * (block.line - 1) + self._code(block), str(self._path), "exec", dont_inherit=True)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             exec(code, self._names)
@@ -190,7 +226,7 @@ class PageRunner:
 
     def _ranks(self, block: Block) -> str:
         script = self._folder / f"block-{block.line}.py"
-        script.write_text(self._real(block.text), encoding="utf-8")
+        script.write_text(self._code(block), encoding="utf-8")
         launch = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {block.options['ranks']}"
         return self._shell(f"{launch} {script.name}", block)
 
@@ -223,7 +259,7 @@ class PageRunner:
 
     def _compare(self, block: Block, shown: str, printed: str, start: int, stop: int) -> None:
         printed = "".join(f"{line.rstrip()}\n" for line in self._shown(printed).strip("\n").splitlines())
-        agrees = is_like(shown, printed)
+        agrees = self._is_script or is_like(shown, printed)
         if agrees and (not self._refresh or "…" in shown):
             return
         assert self._refresh, f"{self._path.name}:{block.line} shows\n{shown}\nbut printed was\n{printed}"

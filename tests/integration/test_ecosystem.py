@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +39,9 @@ NEEDS = {
     "ray_data": ("ray.data",),
     "ray_train": ("ray.train.torch",),
 }
-SLOW = {"ray_data", "ray_train"}
+ON_TWO_RANKS = ("accelerate_loop", "ray_train", "transformers_trainer", "lightning_trainer")
+QUICK = (("stateful_loader", 1, True), ("torchdata_nodes", 1, False))
+"""Name, ranks and whether it closes: the two that stand for the others in a quick run."""
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -58,31 +61,18 @@ def load(name: str) -> ModuleType:
         sys.path.remove(str(ROOT / "examples"))
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in NEEDS])
-def test_an_example_runs_as_it_is(name: str, tmp_path: Path) -> None:
-    load(name)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    told = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / f"{name}.py")],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr[-3000:]
-    assert told.stdout.strip()
-    assert "False" not in told.stdout, "what it compares is not the same"
+def ways() -> list[Any]:
+    """Each example on one rank, and on two where it can be launched so; as it stands, and closing nothing."""
+    alone = [(name, 1, closes) for name in NEEDS for closes in (True, False)]
+    found = alone + [(name, 2, closes) for name in ON_TWO_RANKS for closes in (True, False)]
+    return [
+        pytest.param(*way, id=f"{way[0]}-{way[1]}{'' if way[2] else '-closing nothing'}", marks=marks)
+        for way in found
+        for marks in [[] if way in QUICK else [pytest.mark.slow]]
+    ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("closes", [True, False])
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        *((name, 1) for name in NEEDS),
-        ("accelerate_loop", 2),
-        ("ray_train", 2),
-        ("transformers_trainer", 2),
-        ("lightning_trainer", 2),
-    ],
-)
+@pytest.mark.parametrize(("name", "ranks", "closes"), ways())
 def test_an_example_ends_and_leaves_nothing(name: str, ranks: int, closes: bool, tmp_path: Path) -> None:
     load(name)
     text = (ROOT / "examples" / f"{name}.py").read_text()
@@ -90,13 +80,16 @@ def test_an_example_ends_and_leaves_nothing(name: str, ranks: int, closes: bool,
     assert changes
     script = tmp_path / f"{name}.py"
     script.write_text(text if closes else unclosed)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks > 1 else []
-    with LocalServer() as server:
-        words = [server.url.reveal()] if ranks > 1 else []
-        if name == "ray_train":
-            torchrun, words = [], [*words, "2"] if words else []
-        ended = ending_of([sys.executable, *torchrun, script, *words], tmp_path)
+    with LocalServer() if ranks > 1 else nullcontext() as server:
+        command: list[str | Path] = [script]
+        if server is not None and name == "ray_train":  # which starts its ranks itself
+            command += [server.url.reveal(), "2"]
+        elif server is not None:
+            launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+            command = [*launched, script, server.url.reveal()]
+        ended = ending_of([sys.executable, *command], tmp_path)
     ended.check()
+    assert ended.said.strip()
     assert "False" not in ended.said, "what it compares is not the same"
 
 

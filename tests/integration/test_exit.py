@@ -5,6 +5,7 @@ It forks and spawns while everything of ours is alive that holds a lock, a socke
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,7 +19,9 @@ import torch
 
 from shade.checkpoint import load_weights
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from tests.support import exits
 from tests.support.data_plane import make_pictures
+from tests.support.launching import make_images
 from tests.support.shards import make_items, write_shards
 from tests.support.web_server import serving
 
@@ -244,3 +247,69 @@ def test_children_and_the_end_of_a_script_with_all_of_it_alive(ending: str, meth
     if ending not in ("SIGTERM", "SIGKILL"):
         mine = [each for each in set(os.listdir("/dev/shm")) - before if f"-{child.pid}" in each or "window" in each]
         assert mine == []
+
+
+LAUNCHED = ["-c", "import sys; from shade.cli import main; sys.exit(main())", "run"]
+FLAGS = ["--epochs", "2", "--network", "cnn", "--batch_size", "4", "--workers", "1", "--out", "out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["bench_cifar10", "quickstart"])
+def test_a_launched_example_ends_and_leaves_nothing(name: str, ranks: int, tmp_path: Path) -> None:
+    script = exits.ROOT / "examples" / f"{name}.py"
+    assert not exits.without_closing(script.read_text())[1]  # a session is entered, or there is none
+    images = make_images(tmp_path / "train")
+    command = [sys.executable, *LAUNCHED, script, images, *FLAGS, "-g", str(ranks)]
+    exits.ending_of(command, tmp_path).check()
+
+
+# ── what other tests find by it ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("true", ""),
+        ("echo said; exit 3", "status 3\nsaid"),
+        ("kill -KILL $$", "status 137"),
+        ("sleep 30 & echo", r"left \['process sleep 30 '\]"),
+        ("setsid sleep 30 & echo", r"left \['process sleep 30 '\]"),
+        ("mkdir /dev/shm/a; touch /dev/shm/a/b", r"left \['/dev/shm/a/b'\]"),
+        ("touch $TMPDIR/a", r"left \['\$TMPDIR/a'\]"),
+        ("exec sleep 30", "hung"),
+    ],
+)
+def test_how_a_script_ends_and_what_it_leaves_is_seen(
+    command: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exits, "LEAVING_SECONDS", 0.2)
+    if complaint == "hung":
+        monkeypatch.setattr(exits, "LONGEST_SECONDS", 0.2)
+    ended = exits.ending_of(["sh", "-c", command], tmp_path)
+    with pytest.raises(AssertionError, match=complaint) if complaint else contextlib.nullcontext():
+        ended.check()
+
+
+def test_a_script_that_closes_nothing_is_made_of_one_that_closes() -> None:
+    script = """
+with Checkpointer(run="a") as kept, open("x") as file:
+    kept.step()
+    with torch.no_grad(), GradientEngine(model):
+        sampler.close()
+for each in (first, second):
+    each.close()
+file.close(1)
+"""
+    made, changes = exits.without_closing(script)
+    assert made.splitlines() == [
+        *("kept = Checkpointer(run='a')", "with open('x') as file:", "    kept.step()", "    GradientEngine(model)"),
+        *("    with torch.no_grad():", "        pass", "for each in (first, second):", "    pass", "file.close(1)"),
+    ]
+    assert [line.partition("(")[0] for line in changes] == [
+        "sampler.close",
+        "with torch.no_grad",
+        "with Checkpointer",
+        "each.close",
+    ]
+    assert exits.without_closing(made) == (made, [])

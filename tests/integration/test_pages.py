@@ -150,7 +150,6 @@ def test_a_page_does_what_it_shows(
 SCRIPT = """
 from pathlib import Path
 from tests.support.exits import without_closing
-from tests.support.exits import ending_of, without_closing
 from tests.support.pages import PageRunner
 def rewritten(text):
     return text if {closes} else without_closing(text)[0]

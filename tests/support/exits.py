@@ -1,8 +1,8 @@
 """Runs a script until all of it has ended, and says how it ended and what it left; makes scripts that close nothing.
 
 Each script has a machine of its own as far as it can leave something there: ``/dev/shm`` (a mount namespace), a
-temporary folder, and an empty cache of numba's, so that all is compiled again. What it starts is known by its
-environment.
+temporary folder, and an empty cache of numba's, so that all is compiled again. What it starts is known by the mount
+namespace: servers write over their environment.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ LONGEST_SECONDS = 300.0
 """After this a script hangs."""
 LEAVING_SECONDS = 20.0
 """For what a script has started to see that it is gone."""
-MARK = "SHADE_TEST_EXIT"
-OF_OTHERS = ("torchelastic_", "torchinductor_")
-"""What torch leaves in the temporary folder."""
+OF_OTHERS = ("torchelastic_", "torchinductor_", "ray")
+"""What torch and Ray leave in the temporary folder."""
 PUBLIC = ("shade", "shade.checkpoint", "shade.checkpoint.dcp", "shade.data", "shade.gradient", "shade.store")
 _OWN_MEMORY = """
 mount -t tmpfs tmpfs /dev/shm || exit 111
@@ -133,9 +132,9 @@ def ending_of(command: Sequence[str | Path], folder: Path, **environment: str) -
         (place / "tmp").mkdir()
         ours = {
             "ENDING": str(place),
-            MARK: str(place),
             "TMPDIR": str(place / "tmp"),
             "NUMBA_CACHE_DIR": str(place / "numba"),
+            "TORCH_EXTENSIONS_DIR": str(Path.home() / ".cache" / "torch_extensions"),  # DeepSpeed compiles for minutes
             "XDG_CACHE_HOME": str(place / "cache"),
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
             "PYTHONFAULTHANDLER": "1",  # shows the stacks of a script that hangs
@@ -152,13 +151,13 @@ def ending_of(command: Sequence[str | Path], folder: Path, **environment: str) -
         _wait_until(lambda: status.exists() or own.poll() is not None, LONGEST_SECONDS)
         hung = not status.exists()
         if hung:
-            for process in _started(place, own.pid):
+            for process in _started(own.pid):
                 _kill(process, signal.SIGABRT)
             _wait_until(status.exists, LEAVING_SECONDS)
         memory, temporary = Path(f"/proc/{own.pid}/root/dev/shm"), place / "tmp"
-        _wait_until(lambda: not _left(place, own.pid, memory, temporary), LEAVING_SECONDS)
-        left = _left(place, own.pid, memory, temporary)
-        for process in [*_started(place, own.pid), own.pid]:
+        _wait_until(lambda: not _left(own.pid, memory, temporary), LEAVING_SECONDS)
+        left = _left(own.pid, memory, temporary)
+        for process in [*_started(own.pid), own.pid]:
             _kill(process, signal.SIGKILL)
         own.wait()
         code = None if hung else int(status.read_text())
@@ -198,20 +197,20 @@ def _kill(process: int, number: signal.Signals) -> None:
         os.kill(process, number)
 
 
-def _started(place: Path, holder: int) -> dict[int, str]:
+def _started(holder: int) -> dict[int, str]:
     """What runs of all that a script has started: process id → command."""
     found = {}
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        process = int(path.parent.name)
+    namespace = os.readlink(f"/proc/{holder}/ns/mnt")
+    for path in Path("/proc").glob("[0-9]*/ns/mnt"):
+        process = path.parent.parent
         with contextlib.suppress(OSError):
-            if process != holder and f"{MARK}={place}".encode() in path.read_bytes().split(b"\0"):
-                words = (path.parent / "cmdline").read_bytes().split(b"\0")
-                found[process] = b" ".join(words).decode(errors="replace")[:150]
+            if int(process.name) != holder and os.readlink(path) == namespace:
+                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")[:150]
     return found
 
 
-def _left(place: Path, holder: int, memory: Path, temporary: Path) -> list[str]:
-    processes = [f"process {words}" for words in _started(place, holder).values()]
+def _left(holder: int, memory: Path, temporary: Path) -> list[str]:
+    processes = [f"process {words}" for words in _started(holder).values()]
     # A folder that is empty costs nothing: /dev/shm/shade-<user> is one.
     files = [f"/dev/shm/{path.relative_to(memory)}" for path in memory.rglob("*") if not path.is_dir()]
     rest = [f"$TMPDIR/{path.name}" for path in temporary.iterdir() if not path.name.startswith(OF_OTHERS)]

@@ -228,6 +228,16 @@ def test_one_that_cannot_begin_says_why(server: LocalServer, tmp_path: Path, fol
         start_flusher("local://", str(folder), RUN, log=tmp_path / "log")
 
 
+def test_one_that_is_not_ready_in_time_is_ended(
+    server: LocalServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shade.checkpoint._flush.service._START_SECONDS", 0.0)
+    run = f"late-{tmp_path.name}"
+    with pytest.raises(CheckpointError, match="a flusher that starts"):
+        start_flusher(server.url.reveal(), str(folder), run, log=tmp_path / "log")
+    until(lambda: not flushers_of(run))
+
+
 @pytest.fixture
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a machine of the test's own."""
@@ -241,10 +251,13 @@ def checkpointer(server: LocalServer, folder: Path, run: str) -> Checkpointer:
     return Checkpointer(server.url.reveal(), persist_to=str(folder), run=run, every="never")
 
 
+def flushers_of(run: str) -> list[int]:
+    of_all = psutil.process_iter(["cmdline"])
+    return [process.pid for process in of_all if f"--run={run}" in (process.info["cmdline"] or ())]
+
+
 def flusher_of(run: str) -> int:
-    (found,) = [
-        process.pid for process in psutil.process_iter(["cmdline"]) if f"--run={run}" in (process.info["cmdline"] or ())
-    ]
+    (found,) = flushers_of(run)
     return found
 
 

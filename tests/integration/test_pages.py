@@ -161,11 +161,12 @@ MEETING = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
 """
+"""Before what the page says that the reader has; `SHARING` comes after it. A cache is a server that both ranks reach."""
 SHARING = "model = torch.nn.parallel.DistributedDataParallel(model)\n"
 
 
 def closings(path: Path) -> list[str]:
-    """Lines of a page that a script which closes nothing has otherwise."""
+    """Lines of a page that close something."""
     blocks = [each for each in blocks_of(path.read_text(encoding="utf-8")) if each.is_run and each.language == "python"]
     return [line for block in blocks for line in without_closing(block.text)[1]]
 
@@ -178,11 +179,14 @@ def scripts() -> list[Any]:
         name = str(path.relative_to(ROOT))
         blocks = [each for each in blocks_of(text) if each.is_run]
         if blocks:
-            ways = [(True, 1)] * bool(closings(path)) + [(False, 1)]
-            needs = page_options(text).get("needs", "").split(",")
-            if set(PREAMBLES) & set(needs) and any(each.is_at_once for each in blocks):
-                ways.append((False, 2))
-            found += [pytest.param(path, *way, id=f"{name}-{'closing' * way[0]}-{way[1]}") for way in ways]
+            options = page_options(text)
+            ways = [(1, True)] * bool(closings(path)) + [(1, False)] * ("closes" not in options)
+            trains = set(PREAMBLES) & set(options.get("needs", "").split(","))
+            if trains and any(each.is_at_once for each in blocks) and "alone" not in options:
+                ways.append((2, False))
+            found += [
+                pytest.param(path, *way, id=f"{name}-{way[0]}{'' if way[1] else '-closing nothing'}") for way in ways
+            ]
     return found
 
 
@@ -190,21 +194,21 @@ def scripts() -> list[Any]:
 @pytest.mark.redis
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("path", "closes", "ranks"), scripts())
+@pytest.mark.parametrize(("path", "ranks", "closes"), scripts())
 def test_a_page_ends_and_leaves_nothing(
-    path: Path, closes: bool, ranks: int, addresses: Callable[[str], dict[str, str]], tmp_path: Path
+    path: Path, ranks: int, closes: bool, addresses: Callable[[str], dict[str, str]], tmp_path: Path
 ) -> None:
     options = page_options(path.read_text(encoding="utf-8"))
     for package in filter(None, options.get("packages", "").split(",")):
         pytest.importorskip(package)
     needs = options.get("needs", "")
     preamble = "".join(text for name, text in PREAMBLES.items() if name in needs.split(","))
-    if ranks > 1:
-        needs = ",".join({"redis", *filter(None, needs.split(","))})
-    real = addresses(needs)
     command = [sys.executable]
-    if ranks > 1:
+    if ranks == 1:
+        real = addresses(needs)
+    else:
         preamble = MEETING + preamble + SHARING
+        real = addresses(",".join({"redis", *needs.split(",")}))
         real["local://"] = real["redis://10.0.0.1:6379"]
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     folder = tmp_path / "page"

@@ -1,7 +1,8 @@
 """Reads the fenced blocks of the documentation, and runs those of one page in order, in one folder.
 
-A page may begin with ``<!-- page: slow needs=redis,images -->``: what its blocks need, by the names of `Needs`. A block
-may follow a comment:
+A page may begin with ``<!-- page: slow needs=redis,images -->``: what its blocks need, by the names of `Needs`. It also
+runs as a script of its own that closes nothing, and on two ranks, unless it says ``closes`` (a block opens again what
+another one has closed) or ``alone`` (its numbers or its files are those of one rank). A block may follow a comment:
 
 ``<!-- test: ranks=2 -->``              a whole script, run by torchrun with that many ranks
 ``<!-- test: output -->``               what the block before it prints

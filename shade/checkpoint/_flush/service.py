@@ -39,7 +39,7 @@ from shade.store import Store, StoreURL, open_store
 STORE_VARIABLE: Final = "SHADE_FLUSH_STORE"
 STORAGE_VARIABLE: Final = "SHADE_FLUSH_PERSIST"
 """Environment variables that pass addresses: they may hold passwords, and a command line is visible to all users."""
-_START_SECONDS: Final = 30.0
+_START_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.05
 
 logger = logging.getLogger("shade.checkpoint")
@@ -70,7 +70,7 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
     ends with everything durable.
 
     Raises ConfigError if the log cannot be written or the store ends with this process, and CheckpointError, with
-    the end of its log, if it ended at once or is not ready after 30 s.
+    the end of its log, if it ended at once or is not ready after two minutes; none is left then.
     """
     url = StoreURL.parse(store_url)
     if url.scheme in ("memory", "local"):
@@ -90,12 +90,18 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
         begin = errors.seek(0, os.SEEK_END)
         process_id = start_detached(command, errors, {**os.environ, **given, "PYTHONPATH": paths})
         deadline = time.monotonic() + _START_SECONDS
-        while not any(now not in (None, before) for now, before in zip(store.get_many(keys), stale, strict=True)):
-            if not is_running(process_id) or time.monotonic() > deadline:
-                errors.seek(begin)
-                output = errors.read().decode(errors="replace").strip()[-1000:]
-                raise CheckpointError.of("a flusher that starts", output or "silence", f"mend that; its log is {path}")
-            time.sleep(_POLL_SECONDS)
+        try:
+            while not any(now not in (None, before) for now, before in zip(store.get_many(keys), stale, strict=True)):
+                if not is_running(process_id) or time.monotonic() > deadline:
+                    errors.seek(begin)
+                    got = errors.read().decode(errors="replace").strip()[-1000:] or "silence"
+                    raise CheckpointError.of("a flusher that starts", got, f"mend that; its log is {path}")
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            # Of a script that goes on without, or ends, it would serve the run for ever.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+            raise
     return process_id
 
 

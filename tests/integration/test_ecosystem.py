@@ -68,7 +68,7 @@ def ways() -> list[Any]:
     return [
         pytest.param(*way, id=f"{way[0]}-{way[1]}{'' if way[2] else '-closing nothing'}", marks=marks)
         for way in found
-        for marks in [[] if way in QUICK else [pytest.mark.slow]]
+        for marks in [[] if way in QUICK else [pytest.mark.slow, pytest.mark.timeout(900)]]
     ]
 
 

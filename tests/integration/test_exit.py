@@ -254,6 +254,7 @@ FLAGS = ["--epochs", "2", "--network", "cnn", "--batch_size", "4", "--workers", 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["bench_cifar10", "quickstart"])
 def test_a_launched_example_ends_and_leaves_nothing(name: str, ranks: int, tmp_path: Path) -> None:

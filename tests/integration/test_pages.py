@@ -161,7 +161,7 @@ MEETING = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
 """
-"""Before what the page says that the reader has; `SHARING` comes after it. A cache is a server that both ranks reach."""
+"""Before what the page says that the reader has; `SHARING` comes after it, and its cache is a server."""
 SHARING = "model = torch.nn.parallel.DistributedDataParallel(model)\n"
 
 

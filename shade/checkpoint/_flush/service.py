@@ -40,6 +40,7 @@ STORE_VARIABLE: Final = "SHADE_FLUSH_STORE"
 STORAGE_VARIABLE: Final = "SHADE_FLUSH_PERSIST"
 """Environment variables that pass addresses: they may hold passwords, and a command line is visible to all users."""
 _START_SECONDS: Final = 120.0
+"""Python and what it imports may come from a busy file system."""
 _POLL_SECONDS: Final = 0.05
 
 logger = logging.getLogger("shade.checkpoint")
@@ -70,7 +71,7 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
     ends with everything durable.
 
     Raises ConfigError if the log cannot be written or the store ends with this process, and CheckpointError, with
-    the end of its log, if it ended at once or is not ready after two minutes; none is left then.
+    the end of its log, if it ended at once or is not ready after 120 s; none is left then.
     """
     url = StoreURL.parse(store_url)
     if url.scheme in ("memory", "local"):

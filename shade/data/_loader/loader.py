@@ -279,7 +279,7 @@ class ShadeLoader(DataLoader[Any]):
         prefetch_factor: Batches under way for each worker; 2 when None.
         persistent_workers: As DataLoader's, for worker processes: those that stay do not see what is assigned to the
             data set later.
-        pin_memory_device: As DataLoader's, which no longer uses it.
+        pin_memory_device: Taken as DataLoader's, and not used.
         in_order: Taken as DataLoader's; batches come in order in any case, because the state counts them.
         device: Batches are copied there while training is at the one before; None: they stay where they are.
         decode_on: ``"host"``; or ``"device"``: recognised transforms run there, and nvJPEG decodes the files, which is

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import shade
 from shade.checkpoint import Checkpointer, StateDictCheckpointer, load_weights
@@ -174,6 +175,44 @@ def test_a_tensor_that_differs_anywhere_is_each_ranks_own(tmp_path: Path) -> Non
 
     for num_bytes in in_processes(2, act, tmp_path / "meeting"):
         assert num_bytes < 2 * (160_000 + 80_000) + 80_000 + 40_000  # what is alike is there once
+
+
+@pytest.mark.slow
+def test_zero_1_is_refused_and_the_optimizer_in_it_is_the_cure(tmp_path: Path) -> None:
+    """It trains to the same weights, and continues."""
+    options: dict[str, Any] = {"persist_to": tmp_path / "storage", "run": f"ranks-{tmp_path.name}", "every": "never"}
+
+    def act(rank: int, say: Say) -> None:
+        def made(kind: Any, **given: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(3, 3)
+            return model, kind(model.parameters(), **given, lr=0.1)
+
+        def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            for step in range(3):
+                model(torch.full((2, 3), step + 1.0)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        sharded = made(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam)
+        train(*sharded)
+        train(*sharded)
+        with Checkpointer(**options) as checkpointer:
+            with pytest.raises(ConfigError, match="use the optimizer that it wraps"):
+                checkpointer.attach(model=sharded[0], optimizer=sharded[1])
+            model, optimizer = made(torch.optim.Adam)
+            checkpointer.attach(model=model, optimizer=optimizer)
+            train(model, optimizer)
+            checkpointer.save()
+            checkpointer.wait_durable()
+        model, optimizer = made(torch.optim.Adam)
+        with Checkpointer(**options) as checkpointer:
+            checkpointer.attach(model=model, optimizer=optimizer)
+            checkpointer.restore_latest()
+            train(model, optimizer)
+        say(torch.allclose(model.weight, sharded[0].weight))
+
+    assert in_processes(2, act, tmp_path / "meeting") == [True, True]
 
 
 @pytest.mark.slow

@@ -183,14 +183,17 @@ def test_a_machine_that_comes_back_is_taken_in(tmp_path: Path) -> None:
     def lives(rank: int) -> list[int]:
         return list(dict.fromkeys(row["pid"] for row in lines_of(log, rank)))
 
-    first, second = started(0), started(1)
-    wait_for(lambda: len(lines_of(log, 0)) >= 6)
-    for process in [*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)]:
-        process.kill()
-    second.communicate()
-    wait_for(lambda: lines_of(log, 0)[-1]["pid"] != lives(0)[0] and len(lines_of(log, 0)[-1]["ids"]) == 2 * BATCH)
-    back = started(1, "--resume")
-    told_by = [launcher.communicate(timeout=300) for launcher in (first, back)]
-    assert [first.returncode, back.returncode] == [0, 0], told_by
+    first, second = launchers = [started(0), started(1)]
+    try:
+        wait_for(lambda: len(lines_of(log, 0)) >= 6)
+        for process in [*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)]:
+            process.kill()
+        wait_for(lambda: lines_of(log, 0)[-1]["pid"] != lives(0)[0] and len(lines_of(log, 0)[-1]["ids"]) == 2 * BATCH)
+        launchers.append(started(1, "--resume"))
+        told_by = [launcher.communicate(timeout=300) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.terminate()
+    assert [launcher.returncode for launcher in (first, launchers[-1])] == [0, 0], told_by
     assert len(lives(0)) == 3, "together, alone, together"
     assert len(lines_of(log, 0)[-1]["ids"]) == BATCH

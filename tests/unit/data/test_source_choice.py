@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,18 @@ def test_a_dict_of_columns_is_refused_and_one_of_samples_is_read() -> None:
     with pytest.raises(ConfigError, match="such as \\['x'\\]"):
         ShadeDataset({"x": [1, 2]}, cache=None)
     assert ShadeDataset({0: 5, 1: 7}, cache=None)[1] == (7, 1)
+
+
+def test_what_is_dearer_to_encode_than_to_read_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shade.data._source.source._has_said", False)
+    caplog.set_level("INFO", logger="shade.data")
+
+    def encode(item: Any) -> bytes:
+        time.sleep(0.001)
+        return bytes(item)
+
+    for cache in (None, "memory://", "memory://"):
+        ShadeDataset([b"a"] * 8, cache=cache, encode=encode if cache else None, decode=bytes if cache else None).close()
+    assert caplog.text.count("to encode for the cache") == 1

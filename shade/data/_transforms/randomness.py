@@ -55,7 +55,7 @@ def generator_states() -> dict[str, bytes]:
 def plain_states() -> tuple[Any, Any]:
     """Returns the states of Python's and NumPy's global generators, as plain values."""
     name, keys, *rest = np.random.get_state()
-    return random.getstate(), (name, keys.tolist(), *rest)  # type: ignore[union-attr]
+    return random.getstate(), (name, keys.tolist(), *rest)  # type: ignore[attr-defined]
 
 
 def set_plain_states(*states: Any) -> None:

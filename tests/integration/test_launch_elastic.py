@@ -185,7 +185,7 @@ def test_a_machine_that_comes_back_is_taken_in(tmp_path: Path) -> None:
 
     first, second = launchers = [started(0), started(1)]
     try:
-        wait_for(lambda: len(lines_of(log, 0)) >= 6)
+        wait_for(lambda: len(lines_of(log, 0)) >= 6, seconds=300)
         for process in [*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)]:
             process.kill()
         wait_for(lambda: len(lives(0)) > 1 and len(lines_of(log, 0)[-1]["ids"]) == 2 * BATCH, seconds=300)

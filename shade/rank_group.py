@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
 from shade.errors import ConfigError, PeerLostError
@@ -206,6 +207,14 @@ def check_met(purpose: str) -> None:
 def agreed_name(group: RankGroup) -> str:
     """Returns a new random name, the same on every rank of a group. Collective."""
     return str(group.share(secrets.token_hex(8)))
+
+
+def said_first(name: str, text: str) -> str:
+    """Returns what a rank of torch.distributed said first under a name, perhaps this one now. Waits for no rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return text
+    store = c10d.PrefixStore("shade/first", c10d._get_default_store())
+    return str(store.compare_set(name, "", text).decode())
 
 
 def check_alike(group: RankGroup, arguments: Mapping[str, Any]) -> None:

@@ -303,8 +303,9 @@ def _launch(
     except ShadeError:
         workspace.undo()
         raise
-    # A rank that was killed makes the others complain about their input; that is no bad input.
-    if workspace.failure is not None and not ranks.was_killed:
+    # A rank that was killed makes the others complain about their input; that is no bad input. What one complained of
+    # before the ranks were started again is over.
+    if code != 0 and workspace.failure is not None and not ranks.was_killed:
         message = workspace.failure
         if workspace.has_results:  # training was under way: data that vanished, say
             return 1, message

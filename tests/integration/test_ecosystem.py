@@ -349,6 +349,37 @@ def test_lightning_loads_a_loaders_own_state_only_within_an_epoch(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reloads", [0, 1])
+def test_lightning_counts_the_steps_of_a_loader_once(reloads: int) -> None:
+    """Which is why the page says `reload_dataloaders_every_n_epochs=1`."""
+    load("lightning_trainer")
+    lightning = importlib.import_module("lightning")
+    counted: list[int] = []
+
+    class Shorter(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.zeros(4 - 2 * self.current_epoch, 1))
+
+        def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
+            return self.layer(batch).mean()
+
+        def on_train_epoch_end(self) -> None:
+            counted.append(self.trainer.num_training_batches)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet |= {"enable_checkpointing": False, "reload_dataloaders_every_n_epochs": reloads}
+    lightning.Trainer(max_epochs=2, **quiet).fit(Shorter())
+    assert counted == ([4, 2] if reloads else [4, 4])
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_lightning_leaves_the_sampler_in_its_place() -> None:
     """As on two ranks, where it puts a DistributedSampler around whatever it does not know."""
     load("lightning_trainer")
@@ -518,6 +549,7 @@ def play_trainer(
     whole = example.make_trainer(folder / "a", dataset, **options, **saving)
     whole.train()
     whole.sampler.close()
+    assert whole.state.max_steps == 5 * epochs, "the Trainer counts the steps of the first epoch"
     assert 5 * (epochs - 1) < len(whole.seen) < 5 * epochs
     for stop in range(1, len(whole.seen) + 1)[stops]:
         resumed = example.make_trainer(folder / "b", dataset, **options)
@@ -622,6 +654,51 @@ def test_a_transform_that_would_be_cached_is_told_of() -> None:
     rows = datasets.Dataset.from_dict({"x": [1.0, 2.0]}).with_transform(lambda row: row)
     with pytest.warns(UserWarning, match="applies its own transform before caching"):
         ShadeDataset(rows, cache="memory://").close()
+
+
+# ── Ray Train ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")
+def test_ray_train_stopped_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run of three epochs, in which the worker is killed after each step once, and one that nothing disturbs."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'examples'}")  # of the workers
+    example = load("ray_train")
+    ray: Any = importlib.import_module("ray")
+    plain, failures = example.train, ray.train.FailureConfig
+
+    def train(config: dict[str, Any]) -> None:
+        import threading
+
+        import ray_train
+
+        assert threading.current_thread() is not threading.main_thread(), "where Python delivers no signal"
+        folder = Path(config["snapshots"]).parent
+        num_kills = len(list(folder.glob("kill-*")))
+        if (mark := folder / "kill-was-given").exists():
+            mark.rename(folder / f"kill-after-{num_kills}")
+            num_kills = len(list(folder.glob("kill-*")))
+        ray_train.make_data.__defaults__ = (24,)
+        ordinary = ray_train.Checkpointer
+        ray_train.Checkpointer = lambda **options: ordinary(**options | {"every": 1})
+        plain(config | {"kill_at": num_kills + 1 if config["kill_at"] else 0})
+
+    monkeypatch.setattr(example, "train", train)
+    monkeypatch.setattr(ray.train, "FailureConfig", lambda max_failures: failures(max_failures=10 * max_failures))
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+    try:
+        weights = []
+        for name in ("undisturbed", "killed"):
+            result = example.run(tmp_path / name, kill_at=int(name == "killed"))
+            with result.checkpoint.as_directory() as folder:
+                weights.append(torch.load(Path(folder) / "model.pt", weights_only=True)["weight"])
+    finally:
+        ray.shutdown()
+    assert len(list((tmp_path / "killed").glob("kill-after-*"))) >= 7
+    assert torch.equal(*weights)
 
 
 # ── Grain ───────────────────────────────────────────────────────────────────────────────────────────────────────────

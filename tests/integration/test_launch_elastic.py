@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from shade.config import RunConfig
 from shade.errors import ConfigError
-from shade.launch.ranks import command
-from tests.support.launching import ROOT, RUNSHADE, STREAM, environment, make_images, run, stream_of, wait_for
+from shade.launch.ranks import command, free_port
+from tests.support.launching import ROOT, RUNSHADE, STREAM, environment, make_images, run, start, stream_of, wait_for
 
 pytestmark = pytest.mark.multiprocess
 
@@ -162,3 +163,37 @@ def test_a_machine_dies_and_the_others_go_on(bed: Bed, tmp_path: Path) -> None:
     assert len(rows[-1]["ids"]) == HOSTS * BATCH // 2
     wanted = {step: sorted(ids) for step, ids in stream_of(reference, 1).items()}
     assert lived(log) == wanted, "which rank gets which sample of a step is decided by where it is cached"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_machine_that_comes_back_is_taken_in(tmp_path: Path) -> None:
+    """Two launchers on this machine: one is killed with its rank, the other goes on alone, until the first is back."""
+    data, log, port = make_images(tmp_path / "data"), tmp_path / "log", free_port()
+    log.mkdir()
+
+    def started(number: int, *more: str) -> subprocess.Popen[str]:
+        words = f"{STREAM} {data} -n 2 -nr {number} -g 1 -master_address 127.0.0.1 -master_port {port} --nodedist "
+        words += f"--cache none --sampling uniform --epochs 60 --batch_size {BATCH} --workers 0 "
+        words += f"--min_nodes 1 --restarts 3 --out {tmp_path / 'out'} --persist {tmp_path / 'snapshots'}"
+        place = tmp_path / f"{number}{len(more)}"
+        place.mkdir()
+        return start(*words.split(), *more, cwd=place, STREAM_LOG=str(log), STREAM_PAUSE="0.2")
+
+    def lives(rank: int) -> list[int]:
+        return list(dict.fromkeys(row["pid"] for row in lines_of(log, rank)))
+
+    first, second = launchers = [started(0), started(1)]
+    try:
+        wait_for(lambda: len(lines_of(log, 0)) >= 6, seconds=300)
+        for process in [*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)]:
+            process.kill()
+        wait_for(lambda: len(lives(0)) > 1 and len(lines_of(log, 0)[-1]["ids"]) == 2 * BATCH, seconds=300)
+        launchers.append(started(1, "--resume"))
+        told_by = [launcher.communicate(timeout=300) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.terminate()
+    assert [launcher.returncode for launcher in (first, launchers[-1])] == [0, 0], told_by
+    assert len(lives(0)) == 3, "together, alone, together"
+    assert len(lines_of(log, 0)[-1]["ids"]) == BATCH

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +109,24 @@ def test_fewer_than_no_restarts_are_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["bench_cifar10.py", str(data), "--cache", "none", "--restarts", "-1"]) == 2
     assert "--restarts of at least 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_a_rank_complained_of_before_it_was_started_again_is_over(
+    code: int, data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch.distributed.run starts ranks again for --min_nodes: the run may end well."""
+
+    def watch(poll: Any, config: RunConfig, **options: Any) -> int:
+        (Path(config.out) / "failure-0.txt").write_text("expected a rank that is lost\n")
+        return code
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shade.launch.run.watch", watch)
+    ranks = contextlib.nullcontext(SimpleNamespace(was_killed=False))
+    monkeypatch.setattr("shade.launch.run.Ranks", lambda *given: ranks)
+    assert main(["bench_cifar10.py", str(data), "--cache", "none", "--batch_size", "8"]) == 2 * code
+    assert ("expected a rank that is lost" in capsys.readouterr().err) == bool(code)
 
 
 @pytest.mark.slow

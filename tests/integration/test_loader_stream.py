@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import inspect
+import itertools
 import multiprocessing
 import os
 import random
@@ -25,7 +27,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
@@ -374,6 +376,43 @@ def test_a_generator_of_ones_own_is_in_the_loaders_state(kind: str, place: str) 
     resumed.load_state_dict(stopped.state_dict())
     expected = rest(undisturbed, iterators[0], 2)
     assert rest(resumed, None, len(expected)) == expected
+
+
+class Drawing(Sampler[int]):
+    """Draws its order with a function of the script's."""
+
+    def __init__(self, permuted: Any) -> None:
+        self._permuted = permuted
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._permuted())
+
+
+@pytest.mark.parametrize(
+    "permuted", [lambda: random.sample(range(N), N), lambda: np.random.permutation(N).tolist()], ids=["python", "numpy"]
+)
+def test_a_sampler_that_draws_from_python_or_numpy_resumes(permuted: Any) -> None:
+    data = ShadeDataset(TensorDataset(torch.arange(float(N))), cache=None)
+    random.seed(5)
+    np.random.seed(5)
+    stopped = ShadeLoader(data, batch_size=10, sampler=Drawing(permuted))
+    list(stopped)
+    iterator = iter(stopped)
+    list(itertools.islice(iterator, 3))
+    state = copy.deepcopy(stopped.state_dict())
+    expected = [indices.tolist() for _, indices in iterator]
+    random.seed(99)
+    np.random.seed(99)
+    resumed = ShadeLoader(data, batch_size=10, sampler=Drawing(permuted))
+    resumed.load_state_dict(state)
+    assert [indices.tolist() for _, indices in resumed] == expected
+    after = random.random(), np.random.rand()
+    random.seed(99)
+    np.random.seed(99)
+    assert (random.random(), np.random.rand()) == after, "the process's generators are the script's"
 
 
 def test_a_batch_sampler_around_a_shade_sampler_has_its_batch_size() -> None:

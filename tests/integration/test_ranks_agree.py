@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shade import ShadeDataset, ShadeSampler
 from shade.data import MixtureSampler, PackedDataset
+from shade.data._dataset import format_choice
+from shade.data._dataset.format_choice import FormatChoice, FormatWishes
+from shade.data._dataset.prefix import PrefixSplit
 from shade.data._sampler import cache_planner
+from shade.data._source.source_choice import source_of
 from shade.errors import ConfigError
 from shade.store._servers.server import LocalServer
 from tests.support.gradient_ranks import play
@@ -81,6 +86,23 @@ def hits_of_four_epochs(cache: str) -> list[float]:
     return hits
 
 
+def formats_that_were_measured_otherwise(rank: int, world_size: int) -> list[str]:
+    """Rank 1 makes two data sets, one alone; clocks say something else on each rank."""
+    prefixes = {"prefix": PrefixSplit((torch.abs,))}
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        best = SimpleNamespace(cached_format="prefix" if rank else "encoded")
+        patch.setattr(format_choice, "forecast", lambda *given, **options: best)
+        for alone in (True, False):
+            if rank or not alone:
+                source = source_of(list(torch.arange(float(40)).split(1)), None, None)
+                wishes = FormatWishes("auto", prefixes=prefixes, dataset=list(torch.arange(40.0).split(1)))
+                found.append(FormatChoice(source, wishes, 10**4, 10**3 + alone).used)
+            if not alone:
+                dist.barrier()
+    return found
+
+
 def private_servers(rank: int, world_size: int) -> list[list[float]]:
     return [hits_of_four_epochs("local://"), hits_of_four_epochs(os.environ[STORE])]
 
@@ -98,12 +120,34 @@ def one_private_server(rank: int, world_size: int) -> str:
         return outcome(lambda: ShadeSampler(dataset, batch_size=BATCH))
 
 
+class SamplesOf:
+    """The samples that a rank has of a data set that the parent made, which `mp.spawn` pickles with this story."""
+
+    __name__ = "samples_of"
+
+    def __init__(self, dataset: ShadeDataset) -> None:
+        self._dataset = dataset
+
+    def __call__(self, rank: int, world_size: int) -> list[int]:
+        sampler = ShadeSampler(self._dataset, batch_size=5, mode="uniform")
+        seen = [int(i) for _, indices in DataLoader(self._dataset, batch_size=5, sampler=sampler) for i in indices]
+        sampler.close()
+        return seen
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
-    stories = [different_arguments, private_servers, servers_on_two_machines, one_private_server]
+    stories = [
+        different_arguments,
+        formats_that_were_measured_otherwise,
+        private_servers,
+        servers_on_two_machines,
+        one_private_server,
+    ]
     with LocalServer() as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv(STORE, f"unix://{server.socket_path}")
-        yield play(stories, RANKS, tmp_path_factory.mktemp("agree"))
+        with contextlib.closing(ShadeDataset(numbers(), "local://", version="1")) as dataset:
+            yield play([*stories, SamplesOf(dataset)], RANKS, tmp_path_factory.mktemp("agree"))
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -114,6 +158,16 @@ def test_arguments_that_differ_are_refused_by_name_on_all_ranks(played: list[dic
         assert said.startswith(f"expected the same {shown} on every rank, got {{'rank 0': "), said
         if shown == name != "cache":
             assert f"got {{'rank 0': {first!r}, 'rank 1': {second!r}}}; start all ranks with the same arguments" in said
+
+
+def test_ranks_take_the_format_that_one_chose_first_and_wait_for_nobody(played: list[dict[str, Any]]) -> None:
+    (common,), (alone, same) = (rank["formats_that_were_measured_otherwise"] for rank in played)
+    assert alone == "prefix"
+    assert common == same
+
+
+def test_a_data_set_is_an_argument_of_spawned_ranks(played: list[dict[str, Any]]) -> None:
+    assert sorted(index for rank in played for index in rank["samples_of"]) == list(range(80))
 
 
 def test_mixtures_that_differ_are_refused_too(played: list[dict[str, Any]]) -> None:

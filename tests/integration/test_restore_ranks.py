@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,11 +17,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
+import shade
 from shade.checkpoint import Checkpointer, StateDictCheckpointer, load_weights
 from shade.checkpoint._format.manifest import CHUNK_BYTES
 from shade.checkpoint.dcp import ShadeReader, ShadeWriter
 from shade.errors import CheckpointError, ConfigError, StateMismatchError
+from shade.launch.ranks import free_port
 from tests.differential.checkpoint_checks import difference
 from tests.differential.checkpoint_processes import Say, in_processes
 from tests.support.counted_reads import counted_reads
@@ -130,6 +137,21 @@ def test_a_name_that_one_rank_has_not_attached_is_named_on_both(tmp_path: Path) 
     assert all("names of what is attached" in each for each in in_processes(2, restore, tmp_path / "meeting"))
 
 
+def stores_of(owner: object) -> list[Any]:
+    """Returns the stores of torch.distributed that an object keeps alive."""
+    found, seen, waiting = [], set(), [owner]
+    while waiting:
+        each = waiting.pop()
+        is_foreign = isinstance(each, (ModuleType, type)) or (isinstance(each, dict) and "__builtins__" in each)
+        if id(each) in seen or is_foreign:
+            continue
+        seen.add(id(each))
+        if isinstance(each, dist.Store) and not isinstance(each, dist.HashStore):  # type: ignore[attr-defined]
+            found.append(each)
+        waiting += gc.get_referents(each)
+    return found
+
+
 def test_a_tensor_that_differs_anywhere_is_each_ranks_own(tmp_path: Path) -> None:
     """Of a state dict that is passed, nobody says what is alike."""
 
@@ -142,8 +164,10 @@ def test_a_tensor_that_differs_anywhere_is_each_ranks_own(tmp_path: Path) -> Non
             checkpointer.wait_durable()
             num_bytes = checkpointer.list()[0].record.num_bytes
         with StateDictCheckpointer(**options) as checkpointer:
+            checkpointer.watch(str(tmp_path / "notice"))
             checkpointer.restore_latest()
             found = checkpointer.state_dict_state.take()
+        assert not stores_of(checkpointer), "a server that is kept is the next group's, with old addresses"
         assert found is not None
         assert_same({name: found[name] for name in ("counts", "alike")}, {"counts": counts, "alike": alike})
         assert torch.equal(found["strided"], counts[::2])
@@ -151,6 +175,67 @@ def test_a_tensor_that_differs_anywhere_is_each_ranks_own(tmp_path: Path) -> Non
 
     for num_bytes in in_processes(2, act, tmp_path / "meeting"):
         assert num_bytes < 2 * (160_000 + 80_000) + 80_000 + 40_000  # what is alike is there once
+
+
+@pytest.mark.slow
+def test_zero_1_is_refused_and_the_optimizer_in_it_is_the_cure(tmp_path: Path) -> None:
+    """It trains to the same weights, and continues."""
+    options: dict[str, Any] = {"persist_to": tmp_path / "storage", "run": f"ranks-{tmp_path.name}", "every": "never"}
+
+    def act(rank: int, say: Say) -> None:
+        def made(kind: Any, **given: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(3, 3)
+            return model, kind(model.parameters(), **given, lr=0.1)
+
+        def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            for step in range(3):
+                model(torch.full((2, 3), step + 1.0)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        sharded = made(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam)
+        train(*sharded)
+        train(*sharded)
+        with Checkpointer(**options) as checkpointer:
+            with pytest.raises(ConfigError, match="use the optimizer that it wraps"):
+                checkpointer.attach(model=sharded[0], optimizer=sharded[1])
+            model, optimizer = made(torch.optim.Adam)
+            checkpointer.attach(model=model, optimizer=optimizer)
+            train(model, optimizer)
+            checkpointer.save()
+            checkpointer.wait_durable()
+        model, optimizer = made(torch.optim.Adam)
+        with Checkpointer(**options) as checkpointer:
+            checkpointer.attach(model=model, optimizer=optimizer)
+            checkpointer.restore_latest()
+            train(model, optimizer)
+        say(torch.allclose(model.weight, sharded[0].weight))
+
+    assert in_processes(2, act, tmp_path / "meeting") == [True, True]
+
+
+@pytest.mark.slow
+def test_acute_begins_again_while_a_rank_still_ends(tmp_path: Path) -> None:
+    """In one process, as a notebook does, and where rank 0 holds the server on which the ranks meet."""
+    port = free_port()
+
+    def act(rank: int, say: Say) -> None:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+        options = {"persist": str(tmp_path), "model_name": f"ranks-{tmp_path.name}"}
+        _, node, _ = shade.init_acute(**options)
+        node.save({"seen": torch.arange(3) + rank, "epoch": 1})
+        node.wait_durable(30)
+        node.checkpointer.close()
+        time.sleep(0.5 * (rank == 0))
+        shade.destroy_acute()
+        _, node, _ = shade.init_acute(**options, snapshot_path="latest")
+        found = node.restore()
+        assert found is not None
+        say(found["seen"].tolist())
+        shade.destroy_acute()
+
+    assert in_processes(2, act) == [[0, 1, 2], [1, 2, 3]]
 
 
 def test_whole_weights_go_into_a_model_that_is_sharded(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ _OPENMPI: Final = {
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
 }
+_MET: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "training_master_addr": "127.0.0.1",
     "training_master_port": "0",
@@ -238,8 +239,15 @@ destroy_dash = destroy_DASH = destroy_ACUTE = destroy_acute
 """DASH's name for it, and how the original documentation spells both."""
 
 
+_met: dict[tuple[str, ...], tuple[Any, int, int]] = {}
+"""Store, rank and number of ranks, by the variables that say where to meet. Kept for this process's next group: a rank
+that began it on a server which rank 0 has yet to end would wait for ever."""
+_num_groups = 0
+
+
 def _init_group(given: Mapping[str, Any]) -> Communicator:
     """Joins the process group of torchrun's variables, or mpirun's, or makes a group of one."""
+    global _num_groups
     owns = not dist.is_initialized()
     for name, theirs in _OPENMPI.items():
         if theirs in os.environ:
@@ -252,7 +260,13 @@ def _init_group(given: Mapping[str, Any]) -> Communicator:
         if "RANK" in os.environ:
             os.environ.setdefault("MASTER_ADDR", str(given["training_master_addr"]))
             os.environ.setdefault("MASTER_PORT", str(given["training_master_port"]))
-            dist.init_process_group(backend)
+            where = tuple(os.environ.get(name, "") for name in _MET)
+            if where not in _met:
+                _met[where] = next(dist.rendezvous("env://"))
+            store, rank, world_size = _met[where]
+            named = dist.PrefixStore(f"shade/acute/{_num_groups}", store)  # type: ignore[attr-defined]
+            _num_groups += 1
+            dist.init_process_group(backend, store=named, rank=rank, world_size=world_size)
         else:
             # A store in this process: a group of one needs no port, which another job may have.
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

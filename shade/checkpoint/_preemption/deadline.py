@@ -86,6 +86,10 @@ class DeadlineStore:
     def __init__(self, store: c10d.Store, rank: int, world_size: int) -> None:
         self._store, self.rank, self._world_size = store, rank, world_size
 
+    def close(self) -> None:
+        """Drops the store, whose server a new group of this process may start anew."""
+        self._store = HashStore()
+
     def write(self, name: str, content: Any) -> None:
         """Writes a value, as JSON."""
         self._store.set(name, json.dumps(content))
@@ -409,6 +413,7 @@ class Deadline:
         self._wake.set()
         self._acting.set()
         self._thread.join()
+        self._store.close()
         for source in self._sources:
             source.close()
         self._sources.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from shade.data._source import item_codec
 from shade.data._source.probe_worker import in_probe_worker
 from shade.data._source.source import FileSource, ItemSource, SampleSource
 from shade.errors import ConfigError
-from shade.rank_group import current_group
+from shade.rank_group import said_first
 
 logger = logging.getLogger("shade.data")
 
@@ -78,7 +77,9 @@ class FormatChoice:
         costs = self._costs(source, store_bytes / num_samples)
         self.forecast = forecast(costs, num_samples, capacity_bytes + wishes.disk_bytes, prefixes=steps)
         best = self.forecast.cached_format
-        self.used = _agreed(best) if wishes.form == "auto" else wishes.form
+        # Clocks differ between ranks, and ranks share a cache. A rank that makes its data set alone waits for nobody.
+        among = f"{source.fingerprint}/{capacity_bytes}/{wishes.disk_bytes}/{wishes.max_side}/{[*wishes.prefixes]}"
+        self.used = said_first(f"form/{among}", best) if wishes.form == "auto" else wishes.form
         if self.used == "decoded":
             assert isinstance(source, FileSource)
             self.source = DecodedSource(source, self._measured, wishes.max_side)
@@ -153,9 +154,3 @@ class FormatChoice:
         except Exception as error:
             cure = "let the step return tensors, arrays or numbers, or let encode= take what it returns"
             raise ConfigError.of(f"a result that can be encoded, at index {index}", str(error), cure) from error
-
-
-def _agreed(cached_format: str) -> str:
-    # Clocks differ between ranks, and ranks share a cache, so all take rank 0's choice.
-    with closing(current_group("the cached format")) as group:
-        return str(group.share(cached_format))

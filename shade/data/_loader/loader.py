@@ -10,7 +10,7 @@ and `ResumableBatches` leaves out as many batches when the epoch begins again.
 
 Invariants: batches do not depend on the number of workers, on threads or processes, or on where the run was stopped.
 The rest of a resumed epoch is the rest of the interrupted one, for every sampler that draws from the loader's generator
-(or the process's) when its iteration begins.
+(or the process's, or Python's or NumPy's) when its iteration begins.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from shade.data._mixture.mixture import MixtureSampler
 from shade.data._mixture.packed import PackedDataset
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.usage import check_wrapping
+from shade.data._transforms.randomness import plain_states, set_plain_states
 from shade.errors import ConfigError
 
 
@@ -48,8 +49,8 @@ class LoaderPass:
 
     num_batches: int = 0
     """Batches of the epoch that training has got."""
-    order: torch.Tensor | None = None
-    """State of the generator before the order was drawn."""
+    order: tuple[Any, ...] = ()
+    """State of the generator before the order was drawn, and of Python's and NumPy's if it was drawn from them."""
     seed: int = 0
     """Seed of the random draws that follow no other rule."""
     epoch: int | None = None
@@ -141,17 +142,21 @@ class EpochProgress:
         else:
             # A sampler that is not ours cannot begin in the middle: its order is drawn again, from the generator's
             # state at the first draw, and the batches that training had are left out.
-            now = self._of_order.get_state()
-            (mine.order,) = (now,) if resume is None else resume["order"]
-            self._of_order.set_state(mine.order)
+            now, others = self._of_order.get_state(), plain_states()
+            mine.order = (now,) if resume is None else resume["order"]
+            self._of_order.set_state(mine.order[0])
+            set_plain_states(*mine.order[1:])
             iterator = iter(batches)
             first = next(iterator, None)
+            if resume is None and plain_states() != others:
+                mine.order += others
             if resume is not None:
                 for _ in range(resume["batches"]):
                     first = next(iterator, None)
                 # The process's generator is the script's, which restores it, if at all.
                 if self._of_order is default_generator:
                     default_generator.set_state(now)
+                set_plain_states(*others)
         # A ShadeSampler's draws follow its epoch.
         is_seeded = mine.is_seeded and self._sampler is None
         seed, marks = mine.seed if is_seeded else 0, is_seeded or mine.is_collated
@@ -177,7 +182,7 @@ class EpochProgress:
         """Ends the epoch, after training has got the last batch."""
         mine.before, mine.resume, mine.is_live = None, None, False
         if self._sampler is None:
-            mine.num_batches, mine.order = 0, None
+            mine.num_batches, mine.order = 0, ()
 
     def drop(self, mine: LoaderPass) -> None:
         """Leaves a pass that is used no longer, and returns to the one before if this was a look at one batch."""
@@ -194,13 +199,13 @@ class EpochProgress:
             if self._resume is not None:
                 return dict(self._resume)
             now = self._of_order.get_state()
-            order = now if mine.is_live and mine.order is None else mine.order
+            order = (now,) if mine.is_live and not mine.order else mine.order
             is_between = not mine.is_live and self._of_order is not default_generator
             # In tuples, which torch.distributed.checkpoint takes as a whole, empty or not.
             return {
                 "batches": mine.num_batches,
                 "batch_size": self._batch_size,
-                "order": () if order is None else (order,),
+                "order": order,
                 "seed": mine.seed,
                 "sampler": None,
                 "generator": (now,) if is_between else (),
@@ -279,7 +284,7 @@ class ShadeLoader(DataLoader[Any]):
         prefetch_factor: Batches under way for each worker; 2 when None.
         persistent_workers: As DataLoader's, for worker processes: those that stay do not see what is assigned to the
             data set later.
-        pin_memory_device: As DataLoader's, which no longer uses it.
+        pin_memory_device: Taken as DataLoader's, and not used.
         in_order: Taken as DataLoader's; batches come in order in any case, because the state counts them.
         device: Batches are copied there while training is at the one before; None: they stay where they are.
         decode_on: ``"host"``; or ``"device"``: recognised transforms run there, and nvJPEG decodes the files, which is

@@ -6,8 +6,10 @@ payload is the encoded item. Only the source touches the origin, and it counts e
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +59,8 @@ _COMPARED_AT_ONCE = 1 << 16
 """The samples of a list that are looked through in each batch; of a longer one as many on average."""
 _PROBES = 32
 _PROBES_AGAIN = 16
+_NOTICEABLE_SECONDS = 1e-4
+logger = logging.getLogger("shade.data")
 
 
 class SampleSource(Protocol):
@@ -259,6 +263,21 @@ class FileSource(SampleSource):
         self._origin.close()
 
 
+_has_said = False
+
+
+def _say_once_if_slower(name: str, read_seconds: float, encode_seconds: float) -> None:
+    global _has_said
+    if _has_said or encode_seconds < max(read_seconds, _NOTICEABLE_SECONDS):
+        return
+    _has_said = True
+    logger.info(
+        "a sample of %s takes %.2f ms to read and %.2f ms to encode for the cache; without one (cache=None) it is read "
+        "alone",
+        *(name, 1e3 * read_seconds, 1e3 * encode_seconds),
+    )
+
+
 class ItemSource(SampleSource):
     """Items of any map-style data set.
 
@@ -294,7 +313,10 @@ class ItemSource(SampleSource):
         rows = RowsInMemory(dataset)
         # Sizes are not known before an item is made; a few evenly spaced ones stand for all, the same on every rank.
         probes = sorted({int(i) for i in np.linspace(0, num_samples - 1, min(_PROBES, num_samples))})
-        payloads, again = in_probe_worker(partial(self._probe_twice, probes), dataset)
+        self._seconds = (0.0, 0.0)
+        payloads, again, seconds = in_probe_worker(partial(self._probe_twice, probes), dataset)
+        if self._is_kept:
+            _say_once_if_slower(type(dataset).__name__, *(each / len(probes) for each in seconds))
         self.is_random = not set(again) <= set(payloads)
         self._rows = None if version is not None or self.is_random or not is_cached else rows
         self.compares_hits = is_sampled and not self.is_random and not has_fingerprint(dataset)
@@ -305,17 +327,21 @@ class ItemSource(SampleSource):
         self.fingerprint = digest.hexdigest()
         self.target_N = class_targets(getattr(dataset, "targets", None), num_samples)
 
-    def _probe_twice(self, probes: list[int]) -> tuple[list[bytes], list[bytes]]:
+    def _probe_twice(self, probes: list[int]) -> tuple[list[bytes], list[bytes], tuple[float, float]]:
         # The script's random numbers stay those that it has without shade.
         with kept_generators():
             payloads = self._probe(probes)
-            return payloads, self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True)
+            seconds = self._seconds
+            return payloads, self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True), seconds
 
     def _probe(self, indices: list[int], *, may_fail: bool = False) -> list[bytes]:
         # `on_bad_sample` decides about items that cannot be read when their turn comes.
         payloads = list[bytes]()
         failure: Exception | None = None
-        for index, item in zip(indices, self._items(indices), strict=True):
+        begun = time.perf_counter()
+        items = self._items(indices)
+        read = time.perf_counter()
+        for index, item in zip(indices, items, strict=True):
             if isinstance(item, Exception):
                 failure = item
             elif self._is_kept:
@@ -324,6 +350,7 @@ class ItemSource(SampleSource):
                 self._check_item(index, item)
                 with suppress(ConfigError):
                     payloads.append(self._encoded(index, item))
+        self._seconds = read - begun, time.perf_counter() - read
         # Without a cache samples may have other keys than numbers.
         may_fail |= not self._is_kept and (failure is None or isinstance(failure, (TypeError, KeyError)))
         if not payloads and not may_fail:

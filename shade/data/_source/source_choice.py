@@ -190,7 +190,8 @@ def _check_map_style(dataset: Any) -> None:
     # MosaicML's and LitData's streams have samples by index too.
     elif (isinstance(dataset, IterableDataset) and not _has_samples(kind)) or hasattr(dataset, "__next__"):
         cure = "a stream has no samples by index: read it into a list, or train on it without ShadeDataset"
-    elif isinstance(dataset, Mapping) and dataset and not all(isinstance(key, int) for key in dataset):
+    # A TensorDict is a mapping of which iteration gives samples, and which has no truth value.
+    elif isinstance(dataset, Mapping) and len(dataset) and isinstance(next(iter(dataset)), (str, bytes, tuple)):
         cure = f"choose one of its parts, such as [{next(iter(dataset))!r}]"
     elif _has_samples(kind):
         return

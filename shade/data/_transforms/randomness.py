@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +50,20 @@ def generator_states() -> dict[str, bytes]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["CUDA's generator"] = torch.cuda.get_rng_state().numpy().tobytes()
     return states
+
+
+def plain_states() -> tuple[Any, Any]:
+    """Returns the states of Python's and NumPy's global generators, as plain values."""
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), (name, keys.tolist(), *rest)  # type: ignore[attr-defined]
+
+
+def set_plain_states(*states: Any) -> None:
+    """Sets what `plain_states` returned, or nothing."""
+    if states:
+        (version, keys, normal), numpy = states
+        random.setstate((version, tuple(keys), normal))
+        np.random.set_state(tuple(numpy))
 
 
 @contextmanager

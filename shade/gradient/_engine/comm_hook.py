@@ -71,8 +71,7 @@ class _Job:
 class SparseState:
     """The state of `sparse_hook` between steps. Its constructor is collective; `close` it at the end.
 
-    Made before torch.distributed is initialised, as where Lightning's strategy gets it, it meets the other ranks in the
-    first backward pass.
+    Made before torch.distributed is initialised, it meets the other ranks in the first backward pass.
 
     Args:
         model: The module, bare or wrapped, for its parameters' names.

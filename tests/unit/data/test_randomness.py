@@ -6,6 +6,7 @@ import pickle
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from shade.data._transforms.randomness import BatchGenerators, set_generators
@@ -46,6 +47,23 @@ def test_the_samples_of_a_batch_draw_differently() -> None:
     generators.follow(0, 0)
     with generators.of([5, 5]):
         assert draw() != draw()
+
+
+def test_a_devices_generator_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played: CUDA's calls move a generator of the CPU."""
+    device = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed", device.manual_seed)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", device.get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", device.set_state)
+    generators, before = BatchGenerators(), device.get_state()
+    generators.follow(0, 0)
+    drawn = []
+    for _ in range(2):
+        with generators.of([1, 2]):
+            drawn.append(torch.rand((), generator=device).item())
+        assert torch.equal(device.get_state(), before)
+    assert drawn[0] == drawn[1]
 
 
 def test_the_process_continues_as_if_nothing_had_been_drawn() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, Shards
 from shade.data._source.source import FileSource, ItemSource
+from shade.errors import ConfigError
 
 SIDE = 40
 
@@ -227,3 +230,55 @@ def test_rows_of_a_mapped_file_are_arrays(tmp_path: Path) -> None:
     for cache in ("memory://", None):
         ours = next(iter(DataLoader(ShadeDataset(Rows(), cache=cache), batch_size=4)))
         assert torch.equal(ours[0], plain[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["whole", "items", "pairs"])
+def test_tensordicts_are_as_without_a_cache_or_refused_by_name(kind: str) -> None:
+    tensordict: Any = pytest.importorskip("tensordict")
+    columns = {"x": torch.arange(120.0).view(40, 3), "nested": {"y": torch.arange(40)}}
+    whole = tensordict.TensorDict(columns, batch_size=[40])
+    rows = {"whole": whole, "items": [*whole], "pairs": [(row, number % 2) for number, row in enumerate(whole)]}[kind]
+
+    def same(dataset: ShadeDataset) -> bool:
+        found = [each[0] for batch in DataLoader(dataset, batch_size=8, collate_fn=list) for each in batch]
+        return len(found) == 40 and bool((torch.stack(found) == whole).all())
+
+    assert same(ShadeDataset(rows, cache=None))
+    with pytest.raises(ConfigError, match=r"got 'tensordict\.\S+'; pass ShadeDataset\(…, encode=…, decode=…\)"):
+        ShadeDataset(rows, cache="memory://")
+
+    def encode(item: Any) -> bytes:
+        torch.save((item[0].to_dict(), item[1]) if kind == "pairs" else item.to_dict(), buffer := io.BytesIO())
+        return buffer.getvalue()
+
+    def decode(content: bytes) -> Any:
+        found = torch.load(io.BytesIO(content))
+        parts = found if kind == "pairs" else (found,)
+        return tensordict.TensorDict(parts[0], batch_size=[]), *parts[1:]
+
+    dataset = ShadeDataset(rows, cache="memory://", working_set_fraction=1.0, encode=encode, decode=decode)
+    assert same(dataset)
+    assert same(dataset)
+    dataset.close()
+
+
+def test_a_dict_of_columns_is_refused_and_one_of_samples_is_read() -> None:
+    with pytest.raises(ConfigError, match="such as \\['x'\\]"):
+        ShadeDataset({"x": [1, 2]}, cache=None)
+    assert ShadeDataset({0: 5, 1: 7}, cache=None)[1] == (7, 1)
+
+
+def test_what_is_dearer_to_encode_than_to_read_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shade.data._source.source._has_said", False)
+    caplog.set_level("INFO", logger="shade.data")
+
+    def encode(item: Any) -> bytes:
+        time.sleep(0.001)
+        return bytes(item)
+
+    for cache in (None, "memory://", "memory://"):
+        ShadeDataset([b"a"] * 8, cache=cache, encode=encode if cache else None, decode=bytes if cache else None).close()
+    assert caplog.text.count("to encode for the cache") == 1

@@ -54,7 +54,6 @@ from shade.gradient._optim.base import SparseOptimizer
 from shade.importance import merge
 from shade.importance.merge import ScoreMerger
 from shade.store._servers import server as servers
-from shade.store._servers.server import LocalServer
 from tests.differential.company_script import scripts
 
 replaced = patch.object
@@ -115,7 +114,7 @@ def nobody_waits_at_exit() -> AbstractContextManager[Any]:
 def servers_outlive() -> AbstractContextManager[Any]:
     """A private server ends neither with its store nor with its script."""
     unwatched = servers._WATCHDOG.replace("read -r _", "sleep 60")
-    return _together(replaced(servers, "_WATCHDOG", unwatched), replaced(LocalServer, "stop", nothing))
+    return _together(replaced(servers, "_WATCHDOG", unwatched), replaced(servers, "_end", nothing))
 
 
 # ── the user's objects ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -332,12 +331,6 @@ def _kind(*parts: dict[str, Any], **fixed: Any) -> SearchStrategy[Any]:
 
 
 FAULTS: dict[str, Fault] = {
-    "a fork while a thread compiles": Fault(
-        lambda: replaced(global_compiler_lock, "_lock", _TakenByFewer(global_compiler_lock._lock)),
-        _kind(
-            _SIMPLE, cold=True, loop="loop", saves=SAVES, workers=2, persistent=False, ranks=1, epochs=3, data="tensors"
-        ),
-    ),
     "nobody waits at exit for threads": Fault(
         nobody_waits_at_exit, _kind(_RANKS, closes=False, ending="normal", loop="loop", workers=(0, 2))
     ),
@@ -466,6 +459,10 @@ FAULTS: dict[str, Fault] = {
     "snapshots belong to a name": Fault(
         lambda: replaced(identity, "of_storage", lambda *_, **__: "alone"),
         _kind(_SIMPLE, saves=SAVES, persists=True, neighbour=True, ranks=1),
+    ),
+    "a fork while a thread compiles": Fault(
+        lambda: replaced(global_compiler_lock, "_lock", _TakenByFewer(global_compiler_lock._lock)),
+        _kind(_RANKS, cold=True, loop="loop", exchange=("hook", "engine"), workers=(1, 2), persistent=False),
     ),
 }
 PLANTED: dict[str, Plant] = {name: fault.plant for name, fault in FAULTS.items()}

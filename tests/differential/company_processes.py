@@ -26,8 +26,9 @@ from shade.gradient._kernels import build
 
 LONGEST_SECONDS = 180.0
 """After this a life hangs: its stacks are written down, and it is ended."""
-IDLE_SECONDS, LEAST_SECONDS = 12.0, 0.12
-"""So does one that computes less than this in so long: then a busy machine is not the cause."""
+IDLE_SECONDS = 12.0
+"""So does one whose threads, in so long, have hardly computed, and hardly waited for a core of a busy machine."""
+COMPUTED_SECONDS, QUEUED_SECONDS = 0.12, 5.0
 LEAVING_SECONDS = 5.0
 """For what a script has started to see that it is gone."""
 IMPORTED = (
@@ -82,16 +83,27 @@ class Nursery:
         self.close()
 
 
-def of_groups(groups: list[int]) -> dict[int, float]:
-    """Processes of these groups that live, and the seconds that each has computed."""
-    found = {}
+def of_groups(groups: list[int]) -> list[int]:
+    """Processes of these groups that live."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             _, _, rest = path.read_text().rpartition(") ")
-            state, _, group, *others = rest.split()
+            state, _, group, *_ = rest.split()
             if int(group) in groups and state != "Z":
-                found[int(path.parent.name)] = (int(others[8]) + int(others[9])) / os.sysconf("SC_CLK_TCK")
+                found.append(int(path.parent.name))
     return found
+
+
+def computed_by(processes: list[int]) -> tuple[float, float]:
+    """The seconds that the threads of processes have computed, and waited for a core."""
+    computed = queued = 0.0
+    for process in processes:
+        for path in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                nanoseconds = path.read_text().split()
+                computed, queued = computed + int(nanoseconds[0]) / 1e9, queued + int(nanoseconds[1]) / 1e9
+    return computed, queued
 
 
 def with_folder(folder: str) -> list[str]:
@@ -109,19 +121,19 @@ class Idleness:
 
     def __init__(self, groups: list[int]) -> None:
         self._groups, self._begun = groups, time.monotonic()
-        self._looked, self._computed = self._begun, 0.0
+        self._looked, self._known = self._begun, (0.0, 0.0)
 
     def is_long(self) -> bool:
-        """Looks once a second."""
+        """Looks from time to time."""
         now = time.monotonic()
         if now - self._begun > LONGEST_SECONDS:
             return True
         if now - self._looked < IDLE_SECONDS:
             return False
-        before, self._computed = self._computed, sum(of_groups(self._groups).values())
-        self._looked = now
+        before, self._known, self._looked = self._known, computed_by(of_groups(self._groups)), now
         # A process that has ended takes its seconds with it.
-        return 0 <= self._computed - before < LEAST_SECONDS
+        computed, queued = (abs(mine - other) for mine, other in zip(self._known, before, strict=True))
+        return computed < COMPUTED_SECONDS and queued < QUEUED_SECONDS
 
 
 def wait_for(children: list[int]) -> list[int | None]:

@@ -186,7 +186,9 @@ def _of_refusals(script: Script) -> dict[str, Any]:
     elif script.differs == "density" and script.exchange == "ddp":
         changes["exchange"] = "hook"
     elif script.differs == "learning rate":
-        changes["exchange"] = "engine"
+        changes |= {"exchange": "engine", "model": "linear"}
+    if script.meets == "last":
+        changes["model"] = "linear"
     if not script.saves and script.exchange != "engine" and script.meets == "last":
         changes["meets"] = "late"  # nothing is wrong then, but that each rank draws all samples
     script = replace(script, **changes)
@@ -230,15 +232,17 @@ def _of_data(script: Script) -> dict[str, Any]:
 
 def _of_exchange(script: Script) -> dict[str, Any]:
     changes: dict[str, Any] = {}
-    if script.exchange == "engine":
+    if script.model == "sparse":  # torch's other optimizers refuse it, and so does its clipping
+        changes |= {"optimizer": "sgd"} | ({"edits": "none"} if script.edits == "clip" else {})
+        # DDP of torch 2.14 divides the dense gradients beside a sparse one twice, over gloo.
+        changes |= {"exchange": "hook"} if script.ranks > 1 else {}
+    elif script.exchange == "engine":
         changes |= {"optimizer": "sgd", "wraps": False}
         changes |= {"edits": "none"} if script.edits == "clip" else {}
         changes |= {"loop": "loop"} if script.loop == "accelerate" else {}
-        changes |= {"model": "linear"} if script.model in ("complex", "sparse") else {}
-    else:
+        changes |= {"model": "linear"} if script.model == "complex" else {}
+    if changes.get("exchange", script.exchange) != "engine":
         changes["holds"] = True
-    if script.model == "sparse":  # torch's other optimizers refuse it, and so does its clipping
-        changes |= {"optimizer": "sgd"} | ({"edits": "none"} if script.edits == "clip" else {})
     if script.loop == "accelerate":
         changes["wraps"] = False
     return changes

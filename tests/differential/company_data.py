@@ -54,14 +54,13 @@ class LazyZip(Items):
 
 
 class OpenFile(Items):
-    """Has a file open from the beginning, and knows where it stands in it: not for workers."""
+    """Has a file open from the beginning, and moves on from where it stands in it: not for workers."""
 
     def __init__(self, path: Path) -> None:
         self.file, self.at = path.open("rb", buffering=0), 0
 
     def __getitem__(self, index: int) -> Any:
-        if self.at != index:
-            self.file.seek(index * WIDTH * 4)
+        self.file.seek((index - self.at) * WIDTH * 4, 1)
         self.at = index + 1
         return torch.frombuffer(bytearray(self.file.read(WIDTH * 4)), dtype=torch.float32), index % 2
 

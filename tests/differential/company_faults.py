@@ -399,10 +399,6 @@ FAULTS: dict[str, Fault] = {
     ),
     "links in a tar are left out": Fault(members_read(b"1", b"2"), _kind(_SIMPLE, data="tar", ranks=1, saves="")),
     "sparse members of a tar are read": Fault(members_read(b"S"), _kind(_SIMPLE, data="tar", ranks=1, saves="")),
-    "files of a sample lie apart": Fault(
-        lambda: replaced(archives, "side_by_side", lambda samples, shard: samples),
-        _kind(_SIMPLE, data="tar", ranks=1, saves=""),
-    ),
     "named databases are samples": Fault(
         lambda: replaced(LMDBFormat, "_check_is_main", staticmethod(nothing)), _kind(_SIMPLE, data="lmdb", ranks=1)
     ),

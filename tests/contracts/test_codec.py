@@ -18,6 +18,7 @@ from PIL import Image
 from torchvision import tv_tensors
 
 from shade.data._source.item_codec import decode, encode
+from shade.data._source.item_columns import encode_many
 from shade.errors import ConfigError, CorruptEntryError
 
 DTYPES = [
@@ -65,6 +66,34 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_items_come_back_equal(item: Any) -> None:
     assert same(decode(encode(item)), item)
     assert same(decode(memoryview(encode(item))), item)
+
+
+@given(st.lists(items, max_size=5) | st.builds(lambda item, count: [item] * count, items, st.integers(1, 4)))
+def test_items_of_a_batch_are_encoded_as_each_alone(batch: list[Any]) -> None:
+    assert encode_many(batch) == [encode(item) for item in batch]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.randn(3, dtype=torch.complex64).conj(), torch.randn(3, dtype=torch.complex64)],
+        [torch.arange(6.0).reshape(2, 3).t(), torch.ones(3, 2)],
+        [torch.ones(2, requires_grad=True), torch.ones(2)],
+        [torch.ones(2), torch.ones(2).double()],
+        [torch.ones(2), torch.ones(3)],
+        [np.arange(6).reshape(2, 3).T, np.ones((3, 2), np.int64)],
+        [np.array([1, 2], ">i4"), np.array([3, 4], ">i4")],
+        [np.array([1, 2], ">i4"), np.array([3, 4], "<i4")],
+        [np.datetime64("2020-01-01"), np.datetime64("2020-01-01T00")],
+        [float("nan"), -0.0],
+        [True, 1],
+        [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
+        [tv_tensors.Mask(torch.ones(2, 2)), torch.ones(2, 2)],
+    ],
+    ids=lambda batch: type(batch[0]).__name__,
+)
+def test_items_of_a_batch_that_are_alike_in_part(batch: list[Any]) -> None:
+    assert encode_many(batch) == [encode(item) for item in batch]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

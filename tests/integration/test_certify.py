@@ -53,6 +53,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_that_forgets_nothing_is_certified_and_not_touched(
     whole: Certified, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

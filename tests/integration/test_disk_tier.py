@@ -224,10 +224,9 @@ runpy.run_path({folder!r} + "/bench_cifar10.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "cache", [pytest.param("none", marks=pytest.mark.slow), pytest.param("local://", marks=pytest.mark.redis)]
-)
+@pytest.mark.parametrize("cache", ["none", pytest.param("local://", marks=pytest.mark.redis)])
 def test_the_next_run_of_the_launcher_reads_nothing(tmp_path: Path, cache: str) -> None:
     make_images(tmp_path / "data")  # 48
     (tmp_path / "patient.py").write_text(PATIENT.format(folder=str(ROOT / "examples")))

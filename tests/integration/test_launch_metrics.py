@@ -16,6 +16,7 @@ from tests.support.launching import make_images, run, start, wait_for
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.slow
 def test_a_run_is_scraped_and_looked_at_while_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_images(tmp_path / "train", per_class=12)
     words = ("bench_cifar10.py", tmp_path / "train", "--network", "cnn", "--batch_size", "4", "-g", "2")

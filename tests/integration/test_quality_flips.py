@@ -50,7 +50,7 @@ def precision(out: Path, folder: Path) -> float:
     return float(np.mean([str(Path(name).relative_to(folder)) in wrong for name in top]))
 
 
-@pytest.mark.parametrize("mode", ["uniform", "unbiased"])
+@pytest.mark.parametrize("mode", [pytest.param("uniform", marks=pytest.mark.slow), "unbiased"])
 def test_wrong_labels_come_first(digits: Path, mode: str, tmp_path: Path) -> None:
     """A plain network of two layers, six epochs; importance sampling sees the hard ones more often, and ranks them."""
     torch.manual_seed(0)

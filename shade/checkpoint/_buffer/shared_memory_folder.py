@@ -81,7 +81,11 @@ class Held:
     @property
     def num_bytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(path.stat().st_blocks * 512 for path in self.folder.glob("*.data"))
+        total = 0
+        for path in self.folder.glob("*.data"):
+            with contextlib.suppress(FileNotFoundError):  # its run removes it
+                total += path.stat().st_blocks * 512
+        return total
 
     @property
     def about(self) -> str:
@@ -98,8 +102,12 @@ class Held:
     @property
     def is_elsewhere(self) -> bool:
         """Whether its newest snapshot lies in another tier as well, or there is none."""
-        marks = [int(path.read_text() or "0") for path in self.folder.glob("rank-*.elsewhere")]
-        return self.newest is None or self.newest.sequence <= max(marks, default=0)
+        marked = 0
+        for path in self.folder.glob("rank-*.elsewhere"):
+            with contextlib.suppress(FileNotFoundError):
+                marked = max(marked, int(path.read_text() or "0"))
+        newest = self.newest
+        return newest is None or newest.sequence <= marked
 
     @property
     def is_old(self) -> bool:

@@ -39,7 +39,8 @@ from shade.store import Store, StoreURL, open_store
 STORE_VARIABLE: Final = "SHADE_FLUSH_STORE"
 STORAGE_VARIABLE: Final = "SHADE_FLUSH_PERSIST"
 """Environment variables that pass addresses: they may hold passwords, and a command line is visible to all users."""
-_START_SECONDS: Final = 30.0
+_START_SECONDS: Final = 120.0
+"""Python and what it imports may come from a busy file system."""
 _POLL_SECONDS: Final = 0.05
 
 logger = logging.getLogger("shade.checkpoint")
@@ -70,7 +71,7 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
     ends with everything durable.
 
     Raises ConfigError if the log cannot be written or the store ends with this process, and CheckpointError, with
-    the end of its log, if it ended at once or is not ready after 30 s.
+    the end of its log, if it ended at once or is not ready after 120 s.
     """
     url = StoreURL.parse(store_url)
     if url.scheme in ("memory", "local"):

@@ -26,7 +26,7 @@ from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shade.cache.cache import SampleCache
-from shade.data._source import item_codec
+from shade.data._source import item_codec, item_columns
 from shade.data._source.content import fingerprints_in, innermost_transform
 from shade.data._source.source import (
     FreshItem,
@@ -86,7 +86,7 @@ def _packed(part: Any) -> Any:
 
 def _is_inline(column: torch.Tensor) -> bool:
     is_plain = item_codec.is_dense(column) and column.is_cpu and not column.is_quantized and not column.requires_grad
-    return is_plain and column.is_contiguous() and 0 < column.nbytes <= item_codec.INLINE_BYTES
+    return is_plain and column.is_contiguous() and 0 < column.nbytes <= item_columns.INLINE_BYTES
 
 
 def _unpacked(part: Any) -> Any:
@@ -351,7 +351,7 @@ class BatchReader:
         parts = None
         if self._source.has_encoded_items and not has_transforms:
             begun = time.perf_counter_ns()
-            parts = item_codec.collated(payloads, indices) if self._fresh(payloads) is None else None
+            parts = item_columns.collated(payloads, indices) if self._fresh(payloads) is None else None
             if parts is not None:
                 self.count_time(time.perf_counter_ns() - begun, 0)
         return [CollatedBatch(default_collate(self.finish(indices, payloads, seed)) if parts is None else parts)]
@@ -376,7 +376,7 @@ class BatchReader:
         batch, begun = [], clock()
         items = self._fresh(payloads)
         if items is None and self._source.has_encoded_items:
-            items = item_codec.decoded_many(payloads)
+            items = item_columns.decoded_many(payloads)
         decoding += clock() - begun
         for place, (index, payload) in enumerate(zip(indices, payloads, strict=True)):
             begun = clock()

@@ -25,7 +25,7 @@ from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
 from shade.data._decode.jpeg import decode_rgb
 from shade.data._origin.origin import FileOrigin, Origin
 from shade.data._origin.url_origin import Entry, UrlOrigin, describe_many, is_url, root_of
-from shade.data._source import item_codec
+from shade.data._source import item_codec, item_columns
 from shade.data._source.content import STAT_THREADS, ContentDigest, has_fingerprint, kind_of, size_and_time
 from shade.data._source.probe_worker import in_probe_worker
 from shade.data._source.rows_in_memory import RowsInMemory
@@ -358,6 +358,21 @@ class ItemSource(SampleSource):
             cause = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}; mend encode="
             raise ConfigError(f"cannot encode {self.name_of(index)}: {cause}") from error
 
+    def _all_encoded(self, indices: list[int], items: list[Any]) -> list[Any]:
+        """Returns the items' bytes, with the exceptions as they are."""
+        good = [at for at, item in enumerate(items) if not isinstance(item, Exception)]
+        if self._encode is item_codec.encode and len(good) > 1:
+            for at in good:
+                self._check_item(indices[at], items[at])
+            # If it fails, the samples are encoded one by one, which shows the bad one.
+            with suppress(Exception):
+                encoded = dict(zip(good, item_columns.encode_many([items[at] for at in good]), strict=True))
+                return [encoded.get(at, item) for at, item in enumerate(items)]
+        return [
+            item if isinstance(item, Exception) else self._encoded(index, item)
+            for index, item in zip(indices, items, strict=True)
+        ]
+
     def _check_item(self, index: int, item: Any) -> None:
         """Raises ConfigError for an item of several parts that has no place for the index."""
         if isinstance(item, list) and not all(isinstance(part, _VALUES) for part in item):
@@ -385,10 +400,7 @@ class ItemSource(SampleSource):
         items = self._items(indices)
         if not self._is_kept:
             return [item if isinstance(item, Exception) else _Uncached(item) for item in items]
-        payloads = [
-            item if isinstance(item, Exception) else self._encoded(index, item)
-            for index, item in zip(indices, items, strict=True)
-        ]
+        payloads = self._all_encoded(indices, items)
         if self._makes_items and self.has_encoded_items:
             pairs = zip(payloads, items, strict=True)
             payloads = [each if isinstance(each, Exception) else FreshItem.of(each, item) for each, item in pairs]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,31 @@ def test_only_what_is_old_and_lies_elsewhere_is_swept(here: Path) -> None:
     assert other.exists()
     assert not (here / f"shade-{os.getuid()}" / "old").exists()
     used.close()
+
+
+@pytest.mark.parametrize("call", ["glob", "read_bytes", "read_text", "stat", "iterdir"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_what_its_run_removes_meanwhile_is_neither_swept_nor_counted(
+    here: Path, monkeypatch: pytest.MonkeyPatch, call: str, is_before: bool
+) -> None:
+    left("old", age_seconds=2 * KEPT_SECONDS, elsewhere=2)
+    (held,) = held_here()
+    original = getattr(Path, call)
+
+    def removed(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == held.folder or path.parent == held.folder:
+            found = None if is_before else original(path, *arguments, **options)
+            found = list(found) if call in ("glob", "iterdir") and found is not None else found
+            shutil.rmtree(held.folder, ignore_errors=True)
+            if found is not None:
+                return found
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, call, removed)
+    sweep_memory()
+    assert held.num_bytes == 0
+    assert held.is_elsewhere
+    assert held.newest is None
 
 
 def test_what_is_left_says_whose_it_is_and_goes_when_it_is_freed(here: Path) -> None:

@@ -18,7 +18,7 @@ from torchvision.datasets import ImageFolder
 from shade import ShadeDataset, ShadeLoader
 from shade.data._dataset.batch_reader import CollatedBatch
 from shade.data._decode.jpeg import size_of
-from shade.data._source import item_codec
+from shade.data._source import item_codec, item_columns
 from shade.data._transforms import fused
 from shade.data._transforms.kernels import jpeg_sizes
 from shade.data._transforms.recognise import TransformView, recognise
@@ -264,7 +264,7 @@ def test_a_batch_of_items_is_what_default_collate_makes_of_them(kind: str) -> No
     decoded = [item_codec.decode(payload) for payload in payloads]
     samples = [(*item, i) if isinstance(item, tuple) else (item, i) for i, item in enumerate(decoded)]
     for _ in range(2):
-        found = item_codec.collated(payloads, range(len(data)))
+        found = item_columns.collated(payloads, range(len(data)))
         assert (found is not None) == (kind in COLLATED)
         if found is not None:
             assert same(found, default_collate(samples))
@@ -274,18 +274,18 @@ def test_a_batch_of_items_is_what_default_collate_makes_of_them(kind: str) -> No
 def test_what_is_damaged_is_left_to_the_decoder() -> None:
     good = item_codec.encode((torch.arange(6), 3))
     for bad in (b"", b"abc", good[:-8], good + bytes(8), good[:4] + b"[" + good[5:], OSError("gone")):
-        assert item_codec.collated([good, bad], [0, 1]) is None
-    assert item_codec.collated([good, good], [0, 1]) is not None
+        assert item_columns.collated([good, bad], [0, 1]) is None
+    assert item_columns.collated([good, good], [0, 1]) is not None
 
 
 def test_values_that_never_come_again_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_codec, "_MOST_LAYOUTS", 50)
+    monkeypatch.setattr(item_columns, "_MOST_LAYOUTS", 50)
     for number in range(400):
         payloads = [item_codec.encode((torch.ones(2), number + part / 3)) for part in range(3)]
-        found = item_codec.collated(payloads, range(3))
+        found = item_columns.collated(payloads, range(3))
         assert found is not None
         assert found[1].tolist() == [number + part / 3 for part in range(3)]
-        assert len(item_codec._layouts) <= 50 + 3
+        assert len(item_columns._layouts) <= 50 + 3
 
 
 @pytest.mark.parametrize("kind", COLLATED)
@@ -309,7 +309,7 @@ def test_items_come_out_of_workers_as_from_dataloader(
     kind: str, transform: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Columns below and above the size that travels in the message."""
-    monkeypatch.setattr(item_codec, "INLINE_BYTES", 200)
+    monkeypatch.setattr(item_columns, "INLINE_BYTES", 200)
     data = ShadeDataset(Items(kind), None, transform=transform)
     expected = list(DataLoader(data, 5))
     assert same(list(ShadeLoader(data, 5, num_workers=2)), expected)

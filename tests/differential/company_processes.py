@@ -24,7 +24,7 @@ import shade
 from shade.checkpoint._buffer import copy_and_compare
 from shade.gradient._kernels import build
 
-LONGEST_SECONDS = 180.0
+LONGEST_SECONDS = 600.0
 """After this a life hangs: its stacks are written down, and it is ended."""
 IDLE_SECONDS = 12.0
 """So does one whose threads, in so long, have hardly computed, and hardly waited for a core of a busy machine."""

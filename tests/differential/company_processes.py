@@ -21,9 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import shade
+from shade.checkpoint._buffer import copy_and_compare
+from shade.gradient._kernels import build
 
-LONGEST_SECONDS = 180.0
+LONGEST_SECONDS = 600.0
 """After this a life hangs: its stacks are written down, and it is ended."""
+IDLE_SECONDS = 12.0
+"""So does one whose threads, in so long, have hardly computed, and hardly waited for a core of a busy machine."""
+COMPUTED_SECONDS, QUEUED_SECONDS = 0.12, 5.0
 LEAVING_SECONDS = 5.0
 """For what a script has started to see that it is gone."""
 IMPORTED = (
@@ -33,9 +38,10 @@ IMPORTED = (
     "torchdata.stateful_dataloader",
     "datasets",
     "pyarrow.parquet",
+    "fsspec.implementations.http",
     "tests.differential.company",
 )
-ALSO_IMPORTED = ("accelerate",)
+ALSO_IMPORTED = ("accelerate", "lmdb")
 
 
 class Nursery:
@@ -77,16 +83,27 @@ class Nursery:
         self.close()
 
 
-def of_group(group: int) -> list[int]:
-    """Processes of a process group that live."""
+def of_groups(groups: list[int]) -> list[int]:
+    """Processes of these groups that live."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             _, _, rest = path.read_text().rpartition(") ")
-            state, _, process_group = rest.split()[:3]
-            if int(process_group) == group and state != "Z":
+            state, _, group, *_ = rest.split()
+            if int(group) in groups and state != "Z":
                 found.append(int(path.parent.name))
     return found
+
+
+def computed_by(processes: list[int]) -> tuple[float, float]:
+    """The seconds that the threads of processes have computed, and waited for a core."""
+    computed = queued = 0.0
+    for process in processes:
+        for path in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                nanoseconds = path.read_text().split()
+                computed, queued = computed + int(nanoseconds[0]) / 1e9, queued + int(nanoseconds[1]) / 1e9
+    return computed, queued
 
 
 def with_folder(folder: str) -> list[str]:
@@ -99,18 +116,39 @@ def with_folder(folder: str) -> list[str]:
     return found
 
 
-def wait_for(children: list[int], folder: Path) -> list[int | None]:
-    """Waits for processes; writes the stacks of one that hangs, and ends it with its group."""
+class Idleness:
+    """Whether processes have done nothing for long."""
+
+    def __init__(self, groups: list[int]) -> None:
+        self._groups, self._begun = groups, time.monotonic()
+        self._looked, self._known = self._begun, (0.0, 0.0)
+
+    def is_long(self) -> bool:
+        """Looks from time to time."""
+        now = time.monotonic()
+        if now - self._begun > LONGEST_SECONDS:
+            return True
+        if now - self._looked < IDLE_SECONDS:
+            return False
+        before, self._known, self._looked = self._known, computed_by(of_groups(self._groups)), now
+        # A process that has ended takes its seconds with it.
+        computed, queued = (abs(mine - other) for mine, other in zip(self._known, before, strict=True))
+        return computed < COMPUTED_SECONDS and queued < QUEUED_SECONDS
+
+
+def wait_for(children: list[int]) -> list[int | None]:
+    """Waits for processes; if they hang, writes the stacks of those that live, and ends them with their groups."""
     statuses: dict[int, int | None] = {}
-    deadline = time.monotonic() + LONGEST_SECONDS
+    idleness = Idleness(children)
     while len(statuses) < len(children):
+        hangs = idleness.is_long()
         for child in children:
             if child in statuses:
                 continue
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 statuses[child] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
+            elif hangs:
                 os.kill(child, signal.SIGUSR1)
                 time.sleep(0.5)
                 os.killpg(child, signal.SIGKILL)
@@ -124,7 +162,7 @@ def what_is_left(children: list[int], folder: str) -> list[str]:
     """Processes that their script has left behind, after a while; they are ended."""
     deadline = time.monotonic() + LEAVING_SECONDS
     while True:
-        left = [str(process) for child in children for process in of_group(child)] + with_folder(folder)
+        left = [*map(str, of_groups(children)), *with_folder(folder)]
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.02)
@@ -134,12 +172,34 @@ def what_is_left(children: list[int], folder: str) -> list[str]:
     return left
 
 
+LOOPS = ("loops", "index_loops", "step_loops")
+
+
+def compile_loops() -> None:
+    """Compiles what each script would compile or load."""
+    copy_and_compare.prepare()
+    for name in LOOPS:
+        build.build(name)
+
+
+def forget_loops(folder: Path) -> None:
+    """Makes this process one that has compiled nothing, on a machine that has no builds either."""
+    import numba
+
+    numba.config.CACHE_DIR = str(folder / "numba")
+    copy_and_compare._is_prepared, copy_and_compare._loops = False, None
+    build._built.clear()
+    for name in [name for name in sys.modules if name.startswith("shade.gradient._kernels.") and "build" not in name]:
+        del sys.modules[name]
+
+
 def serve() -> dict[str, Any]:
     """Forks what it is told to; returns in a child, with the child's request, and in the parent at the end."""
     for name in (*IMPORTED, *filter(find_spec, ALSO_IMPORTED)):
         importlib.import_module(name)
     for name in shade.__all__:
         getattr(shade, name)  # imports what stands behind it
+    compile_loops()
     gc.freeze()  # or the first collection of a child copies all pages
     for line in sys.stdin:
         request = json.loads(line)
@@ -152,7 +212,7 @@ def serve() -> dict[str, Any]:
             with contextlib.suppress(OSError):
                 os.setpgid(child, child)
             children.append(child)
-        statuses = wait_for(children, Path(request["folder"]))
+        statuses = wait_for(children)
         answer = {"statuses": statuses, "left": what_is_left(children, request["folder"])}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

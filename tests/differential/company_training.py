@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from datetime import timedelta
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,107 +15,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from tests.differential.company_data import KINDS, WIDTH, collate, first, plain_batch
-from tests.differential.company_script import BATCH, Script
+from shade.errors import StateMismatchError
+from tests.differential.company_data import Keys, collate, first, open_data, plain_batch, plain_data
+from tests.differential.company_models import Passing, digest, edit_gradients, make_model, make_optimizer, weights_of
+from tests.differential.company_processes import forget_loops
+from tests.differential.company_script import BATCH, FRAMEWORKS, Script
 
-
-class Linear(torch.nn.Module):
-    """The plainest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(WIDTH, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
-class Embedding(Linear):
-    """Adds rows of a table, of which a batch uses few."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Embedding(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + self.table((x[:, 0] * 7).long() % 8)
-
-
-class Complex(Linear):
-    """Has complex parameters and a buffer with its conjugate bit set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixing = torch.nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
-        self.register_buffer("turned", torch.randn(2, 2, dtype=torch.complex64).conj())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.layer(x).to(torch.complex64) @ self.mixing @ self.turned).real
-
-
-class Tied(Linear):
-    """Uses one weight twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(WIDTH, WIDTH)
-        self.outer = torch.nn.Linear(WIDTH, WIDTH)
-        self.outer.weight = self.inner.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.outer(self.inner(x).relu()))
-
-
-MODELS = {"linear": Linear, "embedding": Embedding, "complex": Complex, "tied": Tied}
-
-
-def make_model(script: Script) -> torch.nn.Module:
-    """The same one on every rank."""
-    torch.manual_seed(1)
-    return MODELS[script.model]()
-
-
-def make_optimizer(script: Script, model: torch.nn.Module, *, plain: bool = False) -> torch.optim.Optimizer:
-    """An optimizer of torch's own; for `GradientEngine` one of ours that does the same, unless asked for ``plain``."""
-    parameters = model.parameters()
-    if script.exchange == "engine" and not plain:
-        from shade.gradient.optim import SparseSGD
-
-        return SparseSGD(parameters, 0.1)
-    if script.optimizer == "momentum":
-        return torch.optim.SGD(parameters, 0.1, momentum=0.9)
-    if script.optimizer.endswith("adam"):
-        fused = script.optimizer == "fused adam" and script.model != "complex"  # which torch refuses
-        return torch.optim.Adam(parameters, 0.01, fused=fused)
-    return torch.optim.SGD(parameters, 0.1)
-
-
-def edit_gradients(script: Script, model: torch.nn.Module, step: int) -> None:
-    """What scripts do between ``backward()`` and ``step()``."""
-    if script.edits == "clip":
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    if script.edits == "drop" and step % 3 == 2:
-        for parameter in model.parameters():
-            parameter.grad = None
-    if script.edits == "new":
-        for parameter in model.parameters():
-            parameter.grad = None if parameter.grad is None else parameter.grad * 0.5
-
-
-def digest(*tensors: torch.Tensor) -> str:
-    """The bytes of tensors, in short."""
-    joined = sha256()
-    for tensor in tensors:
-        joined.update(tensor.detach().resolve_conj().contiguous().view(torch.uint8).numpy().tobytes())
-    return joined.hexdigest()[:16]
-
-
-def weights_of(model: torch.nn.Module) -> dict[str, Any]:
-    """The parameters and buffers, in short, and the first of them as they are."""
-    tensors = list(model.state_dict().values())
-    return {"weights": digest(*tensors), "values": tensors[-1].detach().abs().flatten().tolist()}
+WINDOW = 8
+"""Places by which neighbours in a shard are moved, where it is read in blocks."""
 
 
 class Life:
@@ -124,7 +34,9 @@ class Life:
     def __init__(self, script: Script, folder: Path, life: int, rank: int, run: str, cache: str | None) -> None:
         self.run = run
         self.script, self.folder, self.life, self.rank, self.cache = script, folder, life, rank, cache
+        self.data = folder.parent / "data"
         self.exchange: Any = None
+        self.inside: Any = None
         # Open to the process's end, which may be a kill.
         self.log = open(folder / f"steps-{life}-{rank}", "w", buffering=1)  # noqa: SIM115
 
@@ -132,71 +44,116 @@ class Life:
         """Writes a line that outlives the process."""
         self.log.write(json.dumps(values) + "\n")
 
+    def say_end(self, model: torch.nn.Module) -> None:
+        """Writes what training has come to."""
+        self.say(**weights_of(model))
+
     def meet(self) -> None:
         """The ranks meet."""
-        if self.script.ranks > 1:
+        if self.script.ranks > 1 and not dist.is_initialized():
             meeting = f"file://{self.folder}/meeting-{self.life}"
-            dist.init_process_group("gloo", meeting, timedelta(seconds=20), self.script.ranks, self.rank)
+            dist.init_process_group("gloo", meeting, timedelta(seconds=60), self.script.ranks, self.rank)
 
     def differing(self, name: str, value: Any, other: Any) -> Any:
         """The value of an argument on this rank."""
         return other if self.script.differs == name and self.rank == 1 else value
 
-    def train(self) -> None:
-        """The user's script."""
-        from shade import Checkpointer, ShadeDataset, ShadeSampler
+    def make_dataset(self) -> Any:
+        """The data set, in its cache."""
+        from shade import ShadeDataset
 
-        script = self.script
-        if script.meets == "first":
-            self.meet()
-        inside = KINDS[script.data](self.folder.parent / "data")
+        inside = self.inside = open_data(self.script, self.data, self.folder)
         if self.differing("size", False, True):
             inside = torch.utils.data.Subset(inside, range(len(inside) - 1))
-        dataset = ShadeDataset(inside, cache=self.cache, working_set_fraction=0.5, transform=first)
-        if script.meets == "late":
-            self.meet()
-        batch = self.differing("batch size", BATCH, BATCH + 1)
-        sampler = ShadeSampler(
+        return ShadeDataset(inside, cache=self.cache, working_set_fraction=0.5, transform=first)
+
+    def make_sampler(self, dataset: Any) -> Any:
+        """The sampler."""
+        from shade import ShadeSampler
+
+        return ShadeSampler(
             dataset,
-            batch_size=batch,
+            batch_size=self.differing("batch size", BATCH, BATCH + 1),
             seed=self.differing("seed", 0, 1),
             mode=self.differing("mode", "uniform", "unbiased"),
+            shuffle_window=WINDOW if self.script.window else None,
         )
-        loader = self.make_loader(dataset, sampler, batch)
+
+    def see_weights(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Notes the weights after each step of an optimizer."""
+        if self.script.hooks == "global":
+            register_optimizer_step_post_hook(lambda *_: self.say(after=weights_of(model)))
+        else:
+            optimizer.register_step_post_hook(lambda *_: self.say(after=weights_of(model)))
+
+    def train(self) -> None:
+        """The user's script."""
+        script = self.script
+        if script.cold:
+            forget_loops(self.folder)
+        if script.ranks > 1:  # as torchrun says it
+            os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(script.ranks)}
+        if script.loop in FRAMEWORKS:
+            from tests.differential import company_frameworks
+
+            return company_frameworks.RUNS[script.loop](self)
+        if script.meets == "first":
+            self.meet()
+        dataset = self.make_dataset()
+        if script.meets == "late":
+            self.meet()
         model = make_model(script)
-        optimizer = make_optimizer(script, model)
-        trained = model
-        step: Any = optimizer.step
+        if script.other_model and self.life == 1:
+            model.last.refuses = True  # type: ignore[union-attr]
+        optimizer = make_optimizer(script, model, factor=self.differing("learning rate", 1.0, 2.0))
+        self.see_weights(model, optimizer)
+        checkpointer = self.make_checkpointer()
+        trained, step = model, optimizer.step
         if script.ranks > 1:
-            trained, step = self.exchanged(model, optimizer)
+            if script.exchange == "engine":
+                trained, step = self.exchanged(model, optimizer)
+            self.meet()
+            if script.exchange != "engine":
+                trained, step = self.exchanged(model, optimizer)
+        sampler = self.make_sampler(dataset)
+        loader = self.make_loader(dataset, sampler)
         accelerator: Any = None
         if script.loop == "accelerate":
             from accelerate import Accelerator
 
             accelerator = Accelerator(cpu=True)
             optimizer = accelerator.prepare(optimizer)
-            step = optimizer.step if script.exchange != "engine" else step
-        checkpointer: Any = None
+            step = optimizer.step
+        elif script.wraps:
+            optimizer = Passing(optimizer)
+            step = optimizer.step
         first_epoch = steps = 0
         closing = contextlib.ExitStack()
-        if script.saves:
-            storage = self.folder / "storage" if script.persists else None
-            checkpointer = Checkpointer(persist_to=storage, run=self.run, every=2, strategy=script.saves)
+        if checkpointer is not None:
             if script.closes:
                 closing.enter_context(checkpointer)
-            keeper = {"sampler": sampler} if script.loop in ("loop", "accelerate") else {"loader": loader}
+            keeper = {"loader": loader} if script.loop in ("stateful", "shade loader") else {"sampler": sampler}
             checkpointer.attach(model=model, optimizer=optimizer, **keeper)
-            first_epoch = checkpointer.restore_latest().epoch
+            before = weights_of(model)
+            try:
+                first_epoch = checkpointer.restore_latest().epoch
+            except StateMismatchError:
+                self.say(refused=before == weights_of(model))
+                return closing.close()
             steps = checkpointer.step_count
         self.say(begins=steps)
         with closing:
             for epoch in range(first_epoch, script.epochs):
                 sampler.set_epoch(epoch)
-                for x_BW, label_B, index_B in loader:
-                    loss_B = F.cross_entropy(trained(x_BW), label_B, reduction="none")
-                    loss = (loss_B * sampler.weights(index_B)).mean()
-                    loss.backward() if accelerator is None else accelerator.backward(loss)
-                    sampler.report(index_B, loss_B.detach())
+                if script.relabels:
+                    self.inside.tensors[1][:] = labels_of(epoch)
+                for x_BW, label_B, index_B in ahead(loader) if script.loop == "ahead" else loader:
+                    with self.held():
+                        loss_B = F.cross_entropy(trained(x_BW), label_B, reduction="none")
+                        loss = (loss_B * sampler.weights(index_B)).mean()
+                        loss.backward() if accelerator is None else accelerator.backward(loss)
+                    if script.loop != "ahead":
+                        sampler.report(index_B, loss_B.detach())
                     edit_gradients(script, model, steps)
                     self.say(epoch=epoch, indices=index_B.tolist(), read=digest(x_BW, label_B))
                     step()
@@ -204,9 +161,11 @@ class Life:
                     steps += 1
                     if checkpointer is not None:
                         checkpointer.step()
+                        if script.alone and self.rank == 0 and steps == 3:
+                            checkpointer.save()
                     if self.life == 0 and steps == script.step:
                         self.end(checkpointer)
-            self.say(**weights_of(model))
+            self.say_end(model)
             if script.closes:
                 del loader
                 sampler.close()
@@ -217,24 +176,40 @@ class Life:
             if script.ranks > 1:
                 dist.destroy_process_group()
 
+    def make_checkpointer(self) -> Any:
+        """The checkpointer, after the ranks have met where its script lets them."""
+        from shade import Checkpointer
+
+        script = self.script
+        if not script.saves:
+            return None
+        storage = self.folder / "storage" if script.persists else None
+        every = self.differing("every", script.every, script.every + 1)
+        return Checkpointer(persist_to=storage, run=self.run, every=every, strategy=script.saves)
+
+    def held(self) -> Any:
+        """What surrounds a forward and a backward pass."""
+        edits = self.script.exchange == "engine" and self.script.holds and self.script.edits != "none"
+        return self.exchange.accumulate() if edits else contextlib.nullcontext()
+
     def end(self, checkpointer: Any) -> None:
         """The first life's end, if it is not to end in order."""
-        ending = self.script.ending
-        if ending == "normal":
+        script = self.script
+        if script.ending == "normal":
             return
-        if checkpointer is not None and self.script.step > 1:
-            checkpointer.wait_durable() if self.script.persists else checkpointer.wait_committed()
+        if checkpointer is not None and script.step >= script.every and script.waits:
+            checkpointer.wait_durable() if script.persists else checkpointer.wait_committed()
             self.say(safe=True)
-        if ending == "kill":
+        if script.ending == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise KeyboardInterrupt if ending == "interrupt" else RuntimeError("the script's own fault")
+        raise KeyboardInterrupt if script.ending == "interrupt" else RuntimeError("the script's own fault")
 
-    def make_loader(self, dataset: Any, sampler: Any, batch: int) -> Any:
+    def make_loader(self, dataset: Any, sampler: Any, collate_fn: Any = collate) -> Any:
         """The loader of the script's loop."""
         from shade import ShadeLoader
 
-        script = self.script
-        options: dict[str, Any] = {"sampler": sampler, "num_workers": script.workers, "collate_fn": collate}
+        script, batch = self.script, sampler.batch_size
+        options: dict[str, Any] = {"sampler": sampler, "num_workers": script.workers, "collate_fn": collate_fn}
         if script.loop == "shade loader":
             return ShadeLoader(dataset, batch, **options)
         if script.workers:
@@ -243,21 +218,40 @@ class Life:
             from torchdata.stateful_dataloader import StatefulDataLoader
 
             return StatefulDataLoader(dataset, batch, **options)
+        if script.data == "keyed":
+            options["sampler"] = Keys(sampler)
         return DataLoader(dataset, batch, in_order=script.in_order, **options)
 
     def exchanged(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
         """What is called for a forward pass, and for a step, on two ranks."""
         from shade import GradientEngine, SparseState, sparse_hook
 
-        whole: dict[str, Any] = {"compressor": "topk", "density": 1.0, "quantiser": "none"}
+        density = self.differing("density", 1.0, 0.5)
+        whole: dict[str, Any] = {"compressor": "topk", "density": density, "quantiser": "none"}
         if self.script.exchange == "engine":
-            self.exchange = GradientEngine(model, optimizer, **whole)
+            self.exchange = GradientEngine(model, optimizer, **whole)  # type: ignore[arg-type]
             return model, self.exchange.step
-        wrapped = DistributedDataParallel(model)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=self.script.model == "unused")
         if self.script.exchange == "hook":
             self.exchange = SparseState(model, **whole)
             wrapped.register_comm_hook(self.exchange, sparse_hook)
         return wrapped, optimizer.step
+
+
+def ahead(loader: Any) -> Iterator[Any]:
+    """Batches, each after the next one was fetched, as loops do that copy them to a device meanwhile."""
+    waiting: Any = None
+    for batch in loader:
+        if waiting is not None:
+            yield waiting
+        waiting = batch
+    if waiting is not None:
+        yield waiting
+
+
+def labels_of(epoch: int) -> torch.Tensor:
+    """Labels of a script that changes them after its first epoch."""
+    return (torch.arange(20) + (epoch > 0)) % 2
 
 
 def steps_of(folder: Path, life: int, rank: int) -> list[dict[str, Any]]:
@@ -266,23 +260,28 @@ def steps_of(folder: Path, life: int, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def train_plainly(script: Script, folder: Path, steps: list[list[list[int]]]) -> list[dict[str, Any]]:
+def train_plainly(script: Script, data: Path, steps: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Trains steps again with torch alone, all ranks in this process; returns what `Life` says of each.
 
     Args:
         script: The script.
-        folder: Where its data lie.
-        steps: By step, by rank, the samples.
+        data: Where its data lie.
+        steps: By step, by rank, the samples and the epoch.
     """
-    dataset = KINDS[script.data](folder / "data")
+    dataset = plain_data(script, data)
     model = make_model(script)
     optimizer = make_optimizer(script, model, plain=True)
     said = []
     for step, ranks in enumerate(steps):
         total: dict[str, torch.Tensor] = {}
         read = []
-        for indices in ranks:
-            x_BW, label_B = plain_batch(dataset, indices)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for line in ranks:
+            if script.relabels:
+                dataset.tensors[1][:] = labels_of(line["epoch"])
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+            x_BW, label_B = plain_batch(dataset, line["indices"])
             read.append(digest(x_BW, label_B))
             F.cross_entropy(model(x_BW), label_B, reduction="none").mean().backward()
             for name, parameter in model.named_parameters():

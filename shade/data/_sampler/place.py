@@ -124,6 +124,9 @@ class FetchedAhead:
             known = new, max(0, self._num_first - new)
             self.num_waiting = known[1]
             return known
+        if is_last and self._num_first < num_got == self._num_steps:
+            # A pass of few steps shows it at its end: there was a step for each batch.
+            known = 1, self._num_first - 1
         num_each, num_ahead = known
         self.num_waiting = min(num_ahead, max(0, self.num_waiting + new - num_each))
         return known

@@ -266,6 +266,18 @@ def test_a_state_after_the_first_step_says_that_a_batch_may_have_been_fetched_ah
         assert sampler.state_dict()["steps_done"] == 1
 
 
+@pytest.mark.parametrize(("num_ahead", "num_steps"), [(0, 1), (1, 3), (1, 4), (2, 4)])
+def test_a_short_epoch_shows_at_its_end_how_far_ahead_a_loop_fetches(num_ahead: int, num_steps: int) -> None:
+    sampler, loader = made(ShadeDataset(TensorDataset(torch.arange(float(num_steps * B))), cache=None))
+    for _ in ahead(loader, num_ahead):
+        sampler.count_step()
+    sampler.set_epoch(1)
+    for step, _ in enumerate(ahead(loader, num_ahead), 1):
+        sampler.count_step()
+        assert sampler.steps_done == step
+    assert step == num_steps
+
+
 # ── through torch.distributed.checkpoint ────────────────────────────────────────────────────────────────────────────
 
 

@@ -29,6 +29,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public all the same
+from torch.distributed.rendezvous import rendezvous
 
 from shade.checkpoint._flush.service import is_served
 from shade.checkpoint._interchange.export import load_state
@@ -262,7 +263,7 @@ def _init_group(given: Mapping[str, Any]) -> Communicator:
             os.environ.setdefault("MASTER_PORT", str(given["training_master_port"]))
             where = tuple(os.environ.get(name, "") for name in _MET)
             if where not in _met:
-                _met[where] = next(dist.rendezvous("env://"))
+                _met[where] = next(rendezvous("env://"))
             store, rank, world_size = _met[where]
             named = dist.PrefixStore(f"shade/acute/{_num_groups}", store)  # type: ignore[attr-defined]
             _num_groups += 1

@@ -90,7 +90,7 @@ docs/how-to/prometheus-and-tensorboard.md
     test_tensorboard_takes_the_numbers
 docs/how-to/ray-train.md
   Ray starts the workers again after a failure
-    test_an_example_runs_as_it_is
+    test_an_example_ends_and_leaves_nothing
   Ray runs the function in a thread
     test_ray_train_stopped_at_any_step
 docs/how-to/read-weights.md

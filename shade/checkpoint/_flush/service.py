@@ -99,7 +99,7 @@ def start_flusher(store_url: str, persist_url: str, run: str, keep: str = DEFAUL
                     raise CheckpointError.of("a flusher that starts", got, f"mend that; its log is {path}")
                 time.sleep(_POLL_SECONDS)
         except BaseException:
-            # Of a script that goes on without, or ends, it would serve the run for ever.
+            # Else it would serve the run for ever, of a script that continues without it or ends.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
             raise

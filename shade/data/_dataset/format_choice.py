@@ -77,7 +77,7 @@ class FormatChoice:
         costs = self._costs(source, store_bytes / num_samples)
         self.forecast = forecast(costs, num_samples, capacity_bytes + wishes.disk_bytes, prefixes=steps)
         best = self.forecast.cached_format
-        # Clocks differ between ranks, and ranks share a cache. A rank that makes its data set alone waits for nobody.
+        # Clocks differ between ranks, and ranks share a cache. A rank that makes its data set alone must not wait.
         among = f"{source.fingerprint}/{capacity_bytes}/{wishes.disk_bytes}/{wishes.max_side}/{[*wishes.prefixes]}"
         self.used = said_first(f"form/{among}", best) if wishes.form == "auto" else wishes.form
         if self.used == "decoded":

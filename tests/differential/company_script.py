@@ -222,6 +222,8 @@ def _of_data(script: Script) -> dict[str, Any]:
         changes |= {"loop": "loop"} if script.loop == "shade loader" else {}
     if script.data == "only many items" and script.loop == "shade loader":
         changes["loop"] = "loop"
+    if script.data == "only many items" and script.wrapper == "halves":
+        changes["wrapper"] = "none"  # ConcatDataset asks for one at a time
     if script.loop == "shade loader":
         changes |= {"context": "fork", "persistent": False}  # its workers are threads
     # Workers that stay have a data set of their own, and so have labels that two ranks see.

@@ -95,6 +95,18 @@ def of_groups(groups: list[int]) -> list[int]:
     return found
 
 
+def is_any_runnable(groups: list[int]) -> bool:
+    """Whether a thread of these groups has a core or queues for one, which `computed_by` hears of when it got it. The
+    first thread of a process that ends is a zombie while the others still end."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(") ")[2].split()[2]) in groups:
+                for task in path.parent.glob("task/*/stat"):
+                    if task.read_text().rpartition(") ")[2][0] in "RD":
+                        return True
+    return False
+
+
 def computed_by(processes: list[int]) -> tuple[float, float]:
     """The seconds that the threads of processes have computed, and waited for a core."""
     computed = queued = 0.0
@@ -133,7 +145,7 @@ class Idleness:
         before, self._known, self._looked = self._known, computed_by(of_groups(self._groups)), now
         # A process that has ended takes its seconds with it.
         computed, queued = (abs(mine - other) for mine, other in zip(self._known, before, strict=True))
-        return computed < COMPUTED_SECONDS and queued < QUEUED_SECONDS
+        return computed < COMPUTED_SECONDS and queued < QUEUED_SECONDS and not is_any_runnable(self._groups)
 
 
 def wait_for(children: list[int]) -> list[int | None]:

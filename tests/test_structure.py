@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.dead_names import OTHERS, dead_names, missing_names
-from tests.support.structure import class_sizes, modules, private_doors, unit_tests_of_nothing
+from tests.support.structure import class_sizes, modules, nodes, private_doors, unit_tests_of_nothing
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "shade"
@@ -52,7 +52,7 @@ TESTS_OF_NO_MODULE = {
 
 def imports(tree: ast.Module, known: set[str]) -> Iterator[tuple[int, str]]:
     """Line and dotted name of each import; ``from a import b`` is ``a.b`` where that is a module, else ``a``."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -69,7 +69,7 @@ def package_imports(package: Path) -> list[str]:
         doors = {package.name}
         if path.name != "__init__.py":
             doors.add(name.rpartition(".")[0])
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             through: set[str] = set()
             if isinstance(node, ast.ImportFrom) and node.level:
                 complaints.append(f"{name}:{node.lineno} imports relatively; write the full path")
@@ -105,7 +105,7 @@ def registries(package: Path) -> list[str]:
             and call.func.attr == "register"
             and isinstance(call.func.value, ast.Name)
             and call.func.value.id.isupper()  # a registry; not atexit
-            for call in ast.walk(tree)
+            for call in nodes(tree)
         )
         folder, _, file = name.rpartition(".")
         if registering and path.name != "__init__.py" and folder in trees:
@@ -153,7 +153,7 @@ def forbidden_words(package: Path) -> list[str]:
     """Printing, bare excepts and things left undone."""
     complaints = []
     for name, _, tree in modules(package):
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             at = f"{name}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Name) and node.id == "print" and name != f"{package.name}.cli":
                 complaints.append(f"{at} prints; return the text, or log it")
@@ -193,7 +193,7 @@ def counted_folders(package: Path) -> list[str]:
     return [
         f"{name}:{node.lineno} counts its parent folders; use importlib.resources"
         for name, _, tree in modules(package)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("parent", "parents") and "__file__" in ast.unparse(node)
     ]
 
@@ -232,7 +232,7 @@ def unlisted_threads(package: Path) -> list[str]:
     starting = {
         path.relative_to(package).as_posix()
         for _, path, tree in modules(package)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in STARTERS
     }
     return [

@@ -97,7 +97,9 @@ def test_an_example_ends_and_leaves_nothing(name: str, ranks: int, closes: bool,
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 2)])
-@pytest.mark.parametrize("stop", [7, 33, 50])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(7, marks=pytest.mark.slow), 33, pytest.param(50, marks=pytest.mark.slow)]
+)
 def test_a_stateful_loader_goes_on_in_mid_epoch(stop: int, before: int, after: int, tmp_path: Path) -> None:
     """Stopped in the first epoch, in the second, and right after its last step."""
     example = load("stateful_loader")

@@ -100,7 +100,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("width", [8, 700])
+@pytest.mark.parametrize("width", [8, pytest.param(700, marks=pytest.mark.slow)])
 def test_what_a_script_saves_in_its_last_line_is_in_storage(end: str, width: int, tmp_path: Path) -> None:
     run = f"exit-{tmp_path.name}"
     script = [sys.executable, "-W", "ignore", "-c", LAST_LINE + ENDS[end], str(tmp_path), str(width), run]

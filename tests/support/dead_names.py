@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.structure import parsed
+from tests.support.structure import nodes, parsed
 
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/**/*.md")
 CODE = ("shade", "tests", "benchmarks", "examples", "docs", "scripts")
@@ -129,7 +129,7 @@ class Clone:
             parts = path.relative_to(root).with_suffix("").parts
             tree = parsed(path.read_text(encoding="utf-8"))
             self.modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = tree
-            self.classes |= {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+            self.classes |= {node.name: node for node in nodes(tree) if isinstance(node, ast.ClassDef)}
             self.words |= _words(tree)
         self.parts = {part for module in self.modules for part in module.split(".")} - {"shade"}
         """Names of modules and folders of the package."""
@@ -229,7 +229,7 @@ def _words(tree: ast.Module) -> set[str]:
     """Returns the identifiers of a module and the words of its strings, without its docstrings."""
     found: set[str] = set()
     documentation: set[int] = set()
-    for node in ast.walk(tree):  # a statement comes before the string in it
+    for node in nodes(tree):  # a statement comes before the string in it
         if isinstance(node, ast.Expr):
             documentation.add(id(node.value))
         elif isinstance(node, ast.Constant):
@@ -249,7 +249,7 @@ def _words(tree: ast.Module) -> set[str]:
 def _names(tree: ast.Module | ast.ClassDef) -> set[str]:
     """Returns what a module or a class binds at any depth, and its strings: a package lists what it loads late."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.alias):

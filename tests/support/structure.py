@@ -16,6 +16,14 @@ from pathlib import Path
 
 parsed = functools.cache(ast.parse)
 """The syntax tree of a text; every guard reads the whole package."""
+
+
+@functools.cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Every node of a module, as `ast.walk` yields them."""
+    return tuple(ast.walk(tree))
+
+
 DOORS_OF_OTHERS = {
     "tensor._version": "torch.Tensor",
     "part._buffers": "torch.nn.Module",
@@ -58,7 +66,7 @@ def class_sizes(package: Path) -> list[ClassSize]:
     return [
         ClassSize(f"{name}.{node.name}", (node.end_lineno or 0) - node.lineno + 1, len(attributes(node)))
         for name, _, tree in modules(package)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ClassDef)
     ]
 
@@ -114,7 +122,7 @@ def private_doors(package: Path) -> list[tuple[str, str]]:
     for name, _, tree in modules(package):
         own = _private_names(tree, protocols=False)
         foreign = _foreign_arguments(tree)
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if door := _door(node):
                 owner, attribute = door
                 used = f"{ast.unparse(owner)}.{attribute}"
@@ -127,9 +135,9 @@ def private_doors(package: Path) -> list[tuple[str, str]]:
 
 def _foreign_arguments(tree: ast.Module) -> set[tuple[str, int]]:
     """Returns the arguments whose annotation names no class of the module, with each node of their function."""
-    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    classes = {node.name for node in nodes(tree) if isinstance(node, ast.ClassDef)}
     found = set()
-    for function in ast.walk(tree):
+    for function in nodes(tree):
         if isinstance(function, Function):
             for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
                 words = set(re.findall(r"\w+", ast.unparse(argument.annotation) if argument.annotation else "Any"))
@@ -156,7 +164,7 @@ def _is_private(name: str) -> bool:
 def _private_names(tree: ast.Module, *, protocols: bool) -> set[str]:
     """Returns the private methods and attributes of a module's classes, of its protocols too if wanted."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ClassDef) and (protocols or "Protocol" not in map(ast.unparse, node.bases)):
             found |= attributes(node)
             found |= {part.name for part in node.body if isinstance(part, Function)}
@@ -168,7 +176,7 @@ def _private_names(tree: ast.Module, *, protocols: bool) -> set[str]:
 def docstrings(package: Path) -> Iterator[tuple[str, int, int]]:
     """Yields place, lines in the file and lines of text of every docstring, those of attributes included."""
     for name, _, tree in modules(package):
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
@@ -183,7 +191,7 @@ def makers_of_groups(package: Path) -> list[str]:
     return [
         name
         for name, _, tree in modules(package)
-        if any(isinstance(node, ast.Attribute) and node.attr == "new_group" for node in ast.walk(tree))
+        if any(isinstance(node, ast.Attribute) and node.attr == "new_group" for node in nodes(tree))
     ]
 
 

@@ -43,6 +43,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hiredis
@@ -122,8 +123,8 @@ class Planned:
 
     policy = None
 
-    def __init__(self, cache: SampleCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: SampleCache, payload_bytes_N: np.ndarray) -> None:
+        self.cache, self.source = cache, SimpleNamespace(payload_bytes_N=payload_bytes_N)
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -147,7 +148,7 @@ def epoch_child(traced: bool) -> dict[str, float]:
         before = resident_megabytes()
         if traced:
             tracemalloc.start()
-        sampler = ShadeSampler(Planned(cache), batch_size=256, keep=0.7)
+        sampler = ShadeSampler(Planned(cache, sizes), batch_size=256, keep=0.7)
         for epoch in range(4):
             sampler.set_epoch(epoch)
             stream = iter(sampler)

@@ -213,8 +213,12 @@ def said_first(name: str, text: str) -> str:
     """Returns what a rank of torch.distributed said first under a name, perhaps this one now. Waits for no rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return text
-    store = c10d.PrefixStore("shade/first", c10d._get_default_store())
-    return str(store.compare_set(name, "", text).decode())
+    return str(shared_store("first").compare_set(name, "", text).decode())
+
+
+def shared_store(purpose: str) -> c10d.Store:
+    """Returns torch.distributed's own key-value store, with names of this purpose alone."""
+    return c10d.PrefixStore(f"shade/{purpose}", c10d._get_default_store())
 
 
 def check_alike(group: RankGroup, arguments: Mapping[str, Any]) -> None:

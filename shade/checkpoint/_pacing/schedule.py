@@ -111,6 +111,10 @@ class Schedule:
         self._interval: _Interval = interval or _never
         self._next = self._steps(Pace())
 
+    def close(self) -> None:
+        """Drops the board, whose server a new group of this process may start anew."""
+        self._board = None
+
     def is_due(self, step: int) -> bool:
         """Whether a save is due after this step."""
         return not self._never and step >= self._next

@@ -32,6 +32,7 @@ from shade.checkpoint._preemption.recovery_estimate import LossTracker
 from shade.checkpoint._save.async_writer import SaveHandle
 from shade.errors import ShadeError
 from shade.process import start_of, this_machine
+from shade.rank_group import shared_store
 
 EXIT_CODE: Final = 143
 """The exit code of a process that SIGTERM has ended, in a shell."""
@@ -140,8 +141,7 @@ def open_deadline_store(rank: int, world_size: int) -> DeadlineStore:
     _num_stores += 1
     if world_size == 1:
         return DeadlineStore(HashStore(), rank, world_size)
-    shared: c10d.Store = c10d._get_default_store()
-    return DeadlineStore(c10d.PrefixStore(f"shade/notice/{_num_stores}", shared), rank, world_size)
+    return DeadlineStore(shared_store(f"notice/{_num_stores}"), rank, world_size)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from concurrent.futures import Future, wait
 from typing import Any, Final
 
 import torch
-from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shade.checkpoint._buffer.copy_and_compare import Comparison, prepare
@@ -31,7 +30,7 @@ from shade.checkpoint._pacing.schedule import Pace, PaceMeter
 from shade.checkpoint._save.async_writer import AsyncWriter, CommitResult, SaveHandle, SaveRequest
 from shade.checkpoint._strategies.base import DurabilityLevel, Strategy, StrategyConfig
 from shade.errors import CheckpointError, ConfigError, StorageFullError, TornSnapshotError
-from shade.rank_group import RankGroup, agreed_name
+from shade.rank_group import RankGroup, agreed_name, shared_store
 
 DURABLE_PATIENCE_SECONDS: Final = 600.0
 """Longest time that training waits for a committed save to become durable."""
@@ -63,7 +62,7 @@ class SaveCalls:
     def __init__(self, group: RankGroup) -> None:
         self._rank, self._world_size, self._store = group.rank, group.world_size, None
         if group.world_size > 1:
-            self._store = c10d.PrefixStore(f"shade/saves/{agreed_name(group)}", c10d._get_default_store())
+            self._store = shared_store(f"saves/{agreed_name(group)}")
 
     def close(self) -> None:
         """Drops the store, whose server a new group of this process may start anew."""

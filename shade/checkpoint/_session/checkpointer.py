@@ -114,8 +114,8 @@ class Checkpointer:
             every=every, codec=codec, slots=slots, replicas=replicas, buffers=buffers, in_flight=in_flight
         )
         world_size = 1 if first_rank_saves else self._group.world_size
-        self._board = None if world_size == 1 else open_deadline_store(self._group.rank, world_size)
-        self._schedule = Schedule(config.every, config.in_flight, self._board, self._group.rank)
+        board = None if world_size == 1 else open_deadline_store(self._group.rank, world_size)
+        self._schedule = Schedule(config.every, config.in_flight, board, self._group.rank)
         self._meter = PaceMeter()
         self._app_state = self._new_app_state(replicated)
         self._save_groups: list[RankGroup] = [SingleProcessGroup() if first_rank_saves else self._group]
@@ -487,8 +487,7 @@ class Checkpointer:
         self._closed = True
         if self._deadline is not None:
             self._deadline.close()
-        if self._board is not None:
-            self._board.close()
+        self._schedule.close()
         for hook in self._hooks:
             hook.remove()
         self._saver.close()

@@ -48,7 +48,7 @@ INLINE_BYTES = 1 << 18
 def encode_many(items: Sequence[Any]) -> list[bytes]:
     """Returns what `encode` makes of each item. Raises ConfigError for an item that it refuses."""
     first = [encode(item) for item in items[:1]]
-    if not first or len(first[0]) > _MOST_TOGETHER_BYTES:
+    if len(items) < 2 or len(first[0]) > _MOST_TOGETHER_BYTES:
         return first + [encode(item) for item in items[1:]]
     parts = _Parts(len(items))
     parts.add(items)
@@ -60,10 +60,8 @@ class _Parts:
 
     def __init__(self, num_items: int) -> None:
         self._num_items = num_items
-        self._texts: list[str | list[str]] = []
-        """Pieces of the skeletons: one for all, or one for each."""
-        self._buffers: list[list[list[Buffer]]] = []
-        """By column, the buffers of each item, aligned."""
+        self._texts: list[str | list[str]] = []  # pieces of the skeletons: one for all items, or one for each
+        self._buffers: list[list[list[Buffer]]] = []  # by column, those of each item, aligned
 
     def add(self, items: Sequence[Any]) -> None:
         """Takes in a part of each item."""

@@ -272,8 +272,7 @@ def _say_once_if_slower(name: str, read_seconds: float, encode_seconds: float) -
         return
     _has_said = True
     logger.info(
-        "a sample of %s takes %.2f ms to read and %.2f ms to encode for the cache; without one (cache=None) it is read "
-        "alone",
+        "a sample of %s takes %.2f ms to read and %.2f ms to encode for the cache; with cache=None it is only read",
         *(name, 1e3 * read_seconds, 1e3 * encode_seconds),
     )
 
@@ -313,7 +312,6 @@ class ItemSource(SampleSource):
         rows = RowsInMemory(dataset)
         # Sizes are not known before an item is made; a few evenly spaced ones stand for all, the same on every rank.
         probes = sorted({int(i) for i in np.linspace(0, num_samples - 1, min(_PROBES, num_samples))})
-        self._seconds = (0.0, 0.0)
         payloads, again, seconds = in_probe_worker(partial(self._probe_twice, probes), dataset)
         if self._is_kept:
             _say_once_if_slower(type(dataset).__name__, *(each / len(probes) for each in seconds))
@@ -330,11 +328,11 @@ class ItemSource(SampleSource):
     def _probe_twice(self, probes: list[int]) -> tuple[list[bytes], list[bytes], tuple[float, float]]:
         # The script's random numbers stay those that it has without shade.
         with kept_generators():
-            payloads = self._probe(probes)
-            seconds = self._seconds
-            return payloads, self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True), seconds
+            payloads, seconds = self._probe(probes)
+            again, _ = self._probe(probes[:: max(1, len(probes) // _PROBES_AGAIN)], may_fail=True)
+            return payloads, again, seconds
 
-    def _probe(self, indices: list[int], *, may_fail: bool = False) -> list[bytes]:
+    def _probe(self, indices: list[int], *, may_fail: bool = False) -> tuple[list[bytes], tuple[float, float]]:
         # `on_bad_sample` decides about items that cannot be read when their turn comes.
         payloads = list[bytes]()
         failure: Exception | None = None
@@ -350,14 +348,14 @@ class ItemSource(SampleSource):
                 self._check_item(index, item)
                 with suppress(ConfigError):
                     payloads.append(self._encoded(index, item))
-        self._seconds = read - begun, time.perf_counter() - read
+        seconds = read - begun, time.perf_counter() - read  # to read the items, and to encode them
         # Without a cache samples may have other keys than numbers.
         may_fail |= not self._is_kept and (failure is None or isinstance(failure, (TypeError, KeyError)))
         if not payloads and not may_fail:
             raise DataError.of(
                 "a readable sample", f"{type(failure).__name__}: {failure}", f"all of {len(indices)} probed are not"
             ) from failure
-        return payloads
+        return payloads, seconds
 
     def _items(self, indices: list[int]) -> list[Any]:
         """Returns items in order, with an exception in place of one that cannot be read."""
@@ -387,14 +385,12 @@ class ItemSource(SampleSource):
 
     def _all_encoded(self, indices: list[int], items: list[Any]) -> list[Any]:
         """Returns the items' bytes, with the exceptions as they are."""
-        good = [at for at, item in enumerate(items) if not isinstance(item, Exception)]
-        if self._encode is item_codec.encode and len(good) > 1:
-            for at in good:
-                self._check_item(indices[at], items[at])
+        if self._encode is item_codec.encode and not any(isinstance(item, Exception) for item in items):
+            for index, item in zip(indices, items, strict=True):
+                self._check_item(index, item)
             # If it fails, the samples are encoded one by one, which shows the bad one.
             with suppress(Exception):
-                encoded = dict(zip(good, item_columns.encode_many([items[at] for at in good]), strict=True))
-                return [encoded.get(at, item) for at, item in enumerate(items)]
+                return item_columns.encode_many(items)
         return [
             item if isinstance(item, Exception) else self._encoded(index, item)
             for index, item in zip(indices, items, strict=True)

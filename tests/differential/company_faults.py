@@ -5,11 +5,10 @@ Each once stood in shade, and was mended: inside its context what mended it is a
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -55,6 +54,7 @@ from shade.importance import merge
 from shade.importance.merge import ScoreMerger
 from shade.store._servers import server as servers
 from tests.differential.company_script import scripts
+from tests.differential.harness import together
 
 replaced = patch.object
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -62,14 +62,6 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 def nothing(*_: Any, **__: Any) -> None:
     """In place of what mended a fault."""
-
-
-@contextlib.contextmanager
-def _together(*patches: AbstractContextManager[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for each in patches:
-            stack.enter_context(each)
-        yield
 
 
 # ── forks, threads, the end of a process ────────────────────────────────────────────────────────────────────────────
@@ -108,13 +100,13 @@ class _Deaf(set[Any]):
 
 def nobody_waits_at_exit() -> AbstractContextManager[Any]:
     """The interpreter ends while a daemon thread is inside a collective."""
-    return _together(replaced(merge, "_started", _Deaf()), replaced(rank_group, "_waiting", _Deaf()))
+    return together(replaced(merge, "_started", _Deaf()), replaced(rank_group, "_waiting", _Deaf()))
 
 
 def servers_outlive() -> AbstractContextManager[Any]:
     """A private server ends neither with its store nor with its script."""
     unwatched = servers._WATCHDOG.replace("read -r _", "sleep 60")
-    return _together(replaced(servers, "_WATCHDOG", unwatched), replaced(servers, "_end", nothing))
+    return together(replaced(servers, "_WATCHDOG", unwatched), replaced(servers, "_end", nothing))
 
 
 # ── the user's objects ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -259,7 +251,7 @@ def torn_copies() -> AbstractContextManager[Any]:
         )
         serve(self)
 
-    return _together(
+    return together(
         replaced(ThreadedCopy, "_serve", slowly),
         replaced(Overlap, "begin", ThreadedCopy.begin),
         replaced(Saver, "wait_copy_complete", nothing),
@@ -279,7 +271,7 @@ def without_conjugate_bit() -> AbstractContextManager[Any]:
 
 def half_loaded() -> AbstractContextManager[Any]:
     """There is no way back for a module whose last part refuses a state."""
-    return _together(*(replaced(module, "way_back_of", lambda _: nothing) for module in (app_state, restore)))
+    return together(*(replaced(module, "way_back_of", lambda _: nothing) for module in (app_state, restore)))
 
 
 def epoch_of_a_model() -> AbstractContextManager[Any]:
@@ -296,7 +288,7 @@ def _epoch(target: Any) -> Any:
 
 def optimizers_as_they_are() -> AbstractContextManager[Any]:
     """An optimizer that wraps another has to have what its constructor makes."""
-    return _together(*(replaced(module, "steppers", lambda each: [each]) for module in (app_state, checkpointing)))
+    return together(*(replaced(module, "steppers", lambda each: [each]) for module in (app_state, checkpointing)))
 
 
 def closed_has_no_state() -> AbstractContextManager[Any]:
@@ -406,7 +398,7 @@ FAULTS: dict[str, Fault] = {
         lambda: replaced(url_origin, "_BUSY", ()), _kind(_SIMPLE, data="images of a busy server", ranks=1, saves="")
     ),
     "samplers of ranks differ": Fault(
-        lambda: _together(*(replaced(module, "check_alike", nothing) for module in (sampling, cache_planner))),
+        lambda: together(*(replaced(module, "check_alike", nothing) for module in (sampling, cache_planner))),
         _kind(_RANKS, differs=("seed", "batch size", "mode")),
     ),
     "checkpointers of ranks differ": Fault(

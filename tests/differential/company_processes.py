@@ -85,25 +85,28 @@ class Nursery:
 
 def of_groups(groups: list[int]) -> list[int]:
     """Processes of these groups that live."""
-    found = []
+    return [process for process, state in states_in(groups).items() if state != "Z"]
+
+
+def states_in(groups: list[int]) -> dict[int, str]:
+    """Processes of these groups, and the state of each one's first thread, as ``/proc`` has it."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            _, _, rest = path.read_text().rpartition(") ")
-            state, _, group, *_ = rest.split()
-            if int(group) in groups and state != "Z":
-                found.append(int(path.parent.name))
+            state, _, group, *_ = path.read_text().rpartition(") ")[2].split()
+            if int(group) in groups:
+                found[int(path.parent.name)] = state
     return found
 
 
 def is_any_runnable(groups: list[int]) -> bool:
     """Whether a thread of these groups has a core or queues for one, which `computed_by` hears of when it got it. The
     first thread of a process that ends is a zombie while the others still end."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(") ")[2].split()[2]) in groups:
-                for task in path.parent.glob("task/*/stat"):
-                    if task.read_text().rpartition(") ")[2][0] in "RD":
-                        return True
+    for process in states_in(groups):
+        for path in Path(f"/proc/{process}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):
+                if path.read_text().rpartition(") ")[2][0] in "RD":
+                    return True
     return False
 
 

@@ -25,21 +25,14 @@ from shade.data._source.content import ContentDigest
 from shade.data._source.source import FileSource, ItemSource
 from shade.data._transforms.randomness import BatchGenerators
 from shade.sampling import uniform
+from tests.differential.harness import together
 
 replaced = mock.patch.object
 
 
-@contextlib.contextmanager
-def _together(*patches: AbstractContextManager[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        yield
-
-
 def names_by_length() -> AbstractContextManager[None]:
     """A data set's name in the store is its class, its length and 32 items: corrected labels are served stale."""
-    return _together(
+    return together(
         replaced(ContentDigest, "hexdigest", lambda self: ""), replaced(BatchReader, "_compare_hits", lambda *_: None)
     )
 
@@ -47,7 +40,7 @@ def names_by_length() -> AbstractContextManager[None]:
 def whole_targets() -> AbstractContextManager[None]:
     """The targets of a folder become integers."""
     rest_of = FileSource.rest_of
-    return _together(replaced(FileSource, "rest_of", lambda self, index: (int(float(rest_of(self, index)[0])),)))
+    return together(replaced(FileSource, "rest_of", lambda self, index: (int(float(rest_of(self, index)[0])),)))
 
 
 def odd_strides() -> AbstractContextManager[None]:
@@ -67,7 +60,7 @@ def odd_strides() -> AbstractContextManager[None]:
     def probed(self: Any, indices: list[int], **options: Any) -> list[bytes]:
         return [each for each in probe(self, indices, **options) if isinstance(each, bytes)]
 
-    return _together(
+    return together(
         replaced(item_codec, "element_bytes", element_bytes),
         replaced(ItemSource, "_encoded", encoded),
         replaced(ItemSource, "_probe", probed),
@@ -81,7 +74,7 @@ def outer_index() -> AbstractContextManager[None]:
         return num_done, True
 
     nothing = lambda dataset: None  # noqa: E731
-    return _together(
+    return together(
         replaced(sampling, "check_wrapping", nothing),
         replaced(sampling, "check_numbering", nothing),
         replaced(loading, "check_wrapping", nothing),
@@ -100,12 +93,12 @@ def outer_pass_ends() -> AbstractContextManager[None]:
                 return
             yield index
 
-    return _together(replaced(ShadeSampler, "_pass", passed))
+    return together(replaced(ShadeSampler, "_pass", passed))
 
 
 def reports_count() -> AbstractContextManager[None]:
     """Each report counts as a step."""
-    return _together(replaced(RankShard, "place", lambda self, index_B, num_done, *_: (num_done, True)))
+    return together(replaced(RankShard, "place", lambda self, index_B, num_done, *_: (num_done, True)))
 
 
 def frozen() -> AbstractContextManager[None]:
@@ -116,7 +109,7 @@ def frozen() -> AbstractContextManager[None]:
         init(self, *arguments, **options)
         self.is_random = self.compares_hits = False
 
-    return _together(replaced(ItemSource, "__init__", made))
+    return together(replaced(ItemSource, "__init__", made))
 
 
 def order_by_workers() -> AbstractContextManager[None]:
@@ -128,7 +121,7 @@ def order_by_workers() -> AbstractContextManager[None]:
             return loading.DataLoader.__iter__(self)
         return processes(self)
 
-    return _together(replaced(loading.ShadeLoader, "_processes", made))
+    return together(replaced(loading.ShadeLoader, "_processes", made))
 
 
 def last_batch() -> AbstractContextManager[None]:
@@ -138,7 +131,7 @@ def last_batch() -> AbstractContextManager[None]:
     def fewer(self: Any, num_drawn: int) -> int:
         return max(1, num_drawn // self._global_batch) if num_drawn else num_steps(self, num_drawn)
 
-    return _together(replaced(RankShard, "num_steps", fewer))
+    return together(replaced(RankShard, "num_steps", fewer))
 
 
 def twice() -> AbstractContextManager[None]:
@@ -150,19 +143,19 @@ def twice() -> AbstractContextManager[None]:
         order_K[-1] = order_K[0]
         return order_K
 
-    return _together(replaced(RankShard, "epoch_order", order))
+    return together(replaced(RankShard, "epoch_order", order))
 
 
 def same_order() -> AbstractContextManager[None]:
     """The epoch is not mixed into the seed of the order."""
     generator = uniform.generator
-    return _together(replaced(uniform, "generator", lambda seed, epoch, purpose: generator(seed, 0, purpose)))
+    return together(replaced(uniform, "generator", lambda seed, epoch, purpose: generator(seed, 0, purpose)))
 
 
 def same_draws() -> AbstractContextManager[None]:
     """The epoch is not mixed into the seed of random transforms."""
     follow = BatchGenerators.follow
-    return _together(replaced(BatchGenerators, "follow", lambda self, seed, epoch: follow(self, seed, 0)))
+    return together(replaced(BatchGenerators, "follow", lambda self, seed, epoch: follow(self, seed, 0)))
 
 
 def lost_dtype() -> AbstractContextManager[None]:
@@ -173,7 +166,7 @@ def lost_dtype() -> AbstractContextManager[None]:
         found = build(skeleton, cursor)
         return found.float() if isinstance(found, torch.Tensor) and found.dtype == torch.float64 else found
 
-    return _together(replaced(item_codec, "_build", built))
+    return together(replaced(item_codec, "_build", built))
 
 
 def lost_class() -> AbstractContextManager[None]:
@@ -184,7 +177,7 @@ def lost_class() -> AbstractContextManager[None]:
         found = build(skeleton, cursor)
         return found.item() if isinstance(found, np.generic) else found
 
-    return _together(replaced(item_codec, "_build", built))
+    return together(replaced(item_codec, "_build", built))
 
 
 def old_transform() -> AbstractContextManager[None]:
@@ -196,13 +189,13 @@ def old_transform() -> AbstractContextManager[None]:
             refresh(self)
             self._is_made = True
 
-    return _together(replaced(TransformChain, "refresh", once))
+    return together(replaced(TransformChain, "refresh", once))
 
 
 def wrapping_draws() -> AbstractContextManager[None]:
     """Wrapping a data set draws random numbers of the script."""
     here = replaced(source, "in_probe_worker", lambda work, dataset: work())
-    return _together(here, replaced(source, "kept_generators", contextlib.nullcontext))
+    return together(here, replaced(source, "kept_generators", contextlib.nullcontext))
 
 
 def shared_memory() -> AbstractContextManager[None]:
@@ -216,7 +209,7 @@ def shared_memory() -> AbstractContextManager[None]:
         found: torch.Tensor = kept[id(self), shape]
         return found
 
-    return _together(replaced(BatchBuffers, "take", again))
+    return together(replaced(BatchBuffers, "take", again))
 
 
 def lost_generator() -> AbstractContextManager[None]:
@@ -227,7 +220,7 @@ def lost_generator() -> AbstractContextManager[None]:
         state = state_dict(self)
         return state | {"generator": None} | ({"order": None} if not state["batches"] else {})
 
-    return _together(replaced(EpochProgress, "state_dict", without))
+    return together(replaced(EpochProgress, "state_dict", without))
 
 
 def neighbour() -> AbstractContextManager[None]:
@@ -243,12 +236,12 @@ def neighbour() -> AbstractContextManager[None]:
             self._cache = cache
         return payloads
 
-    return _together(replaced(batch_reader.BatchReader, "fetch", fetched))
+    return together(replaced(batch_reader.BatchReader, "fetch", fetched))
 
 
 def look_resumes() -> AbstractContextManager[None]:
     """A look at one batch after a resume uses up the place."""
-    return _together(
+    return together(
         replaced(ShadeSampler, "_was_look", False),
         replaced(EpochProgress, "got_one", _without_resume(EpochProgress.got_one)),
     )
@@ -264,12 +257,12 @@ def _without_resume(got_one: Any) -> Any:
 
 def unreported() -> AbstractContextManager[None]:
     """Without reports, the place in an epoch is its beginning."""
-    return _together(replaced(LoaderCount, "of_caller", lambda: None))
+    return together(replaced(LoaderCount, "of_caller", lambda: None))
 
 
 def old_format() -> AbstractContextManager[None]:
     """A format that is set in place after wrapping is not noticed."""
-    return _together(replaced(batch_reader, "fingerprints_in", lambda dataset: []))
+    return together(replaced(batch_reader, "fingerprints_in", lambda dataset: []))
 
 
 OLD: dict[str, Callable[[], AbstractContextManager[None]]] = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -116,6 +117,15 @@ def search(
         if not tally.difference:
             raise
     return tally
+
+
+@contextlib.contextmanager
+def together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """Several parts of one planted fault."""
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 def look_for(plane: Plane, fault: str, count: int, seed_number: int) -> Tally:

@@ -118,6 +118,16 @@ def cases() -> list[Any]:
     return found
 
 
+def needs_of(path: Path) -> tuple[str, str]:
+    """Returns what a page needs, and the Python that runs before it; skips the test where a package is missing."""
+    options = page_options(path.read_text(encoding="utf-8"))
+    for package in filter(None, options.get("packages", "").split(",")):
+        pytest.importorskip(package)
+    needs = options.get("needs", "")
+    preamble = "".join(text for name, text in PREAMBLES.items() if name in needs.split(","))
+    return needs, preamble
+
+
 @pytest.mark.multiprocess
 @pytest.mark.redis
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -129,11 +139,7 @@ def test_a_page_does_what_it_shows(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = page_options(path.read_text(encoding="utf-8"))
-    for package in filter(None, options.get("packages", "").split(",")):
-        pytest.importorskip(package)
-    needs = options.get("needs", "")
-    preamble = "".join(text for name, text in PREAMBLES.items() if name in needs.split(","))
+    needs, preamble = needs_of(path)
     real = addresses(needs)
     for address in real:
         assert run_id(address) or address in path.read_text() + preamble, f"{path.name} does not need {address}"
@@ -198,11 +204,7 @@ def scripts() -> list[Any]:
 def test_a_page_ends_and_leaves_nothing(
     path: Path, ranks: int, closes: bool, addresses: Callable[[str], dict[str, str]], tmp_path: Path
 ) -> None:
-    options = page_options(path.read_text(encoding="utf-8"))
-    for package in filter(None, options.get("packages", "").split(",")):
-        pytest.importorskip(package)
-    needs = options.get("needs", "")
-    preamble = "".join(text for name, text in PREAMBLES.items() if name in needs.split(","))
+    needs, preamble = needs_of(path)
     command = [sys.executable]
     if ranks == 1:
         real = addresses(needs)

@@ -198,7 +198,7 @@ def _kill(process: int, number: signal.Signals) -> None:
 
 
 def _started(holder: int) -> dict[int, str]:
-    """What runs of all that a script has started: process id → command."""
+    """Returns the processes that a script has started and that still run: process id → command."""
     found = {}
     namespace = os.readlink(f"/proc/{holder}/ns/mnt")
     for path in Path("/proc").glob("[0-9]*/ns/mnt"):

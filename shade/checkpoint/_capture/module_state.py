@@ -78,7 +78,8 @@ def _loads_plainly(part: torch.nn.Module) -> bool:
 
 def has_pre_hooks(part: torch.nn.Module) -> bool:
     """Returns whether functions of others than `fully_shard` see a state before a part of a module loads it."""
-    return not all(_is_of_fsdp(hook.hook) for hook in part._load_state_dict_pre_hooks.values())
+    hooks: Any = part._load_state_dict_pre_hooks
+    return not all(_is_of_fsdp(hook.hook) for hook in hooks.values())
 
 
 def _is_of_fsdp(hook: Callable[..., Any]) -> bool:

@@ -414,10 +414,8 @@ def _sorted_ranks() -> Iterator[None]:
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "split factors are ignored": lambda: patch.object(Sharding, "region", _without_factor(Sharding.region)),
     "a row of a part is not read": lambda: patch.object(SavedDTensor, "needed", _one_row_less(SavedDTensor.needed)),
-    "replicas are counted by rank": lambda: patch.object(
-        Replicas,
-        "take",
-        lambda self, each, width, numbers=itertools.count(): (next(numbers) + dist.get_rank()) % each.num_replicas,
+    "ranks choose replicas by themselves": lambda: patch.object(
+        Replicas, "take", lambda self, sharding, item_bytes: dist.get_rank() % sharding.num_replicas
     ),
     "ranks of a mesh ascend": _sorted_ranks,
     "parts of other ranks are not read": lambda: patch.object(restore._Attempt, "_read_parts", lambda *_: None),

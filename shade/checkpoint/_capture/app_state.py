@@ -298,7 +298,7 @@ class AppState:
             state = unflatten(part_of(tree, only), tensors)
             for name in state.keys() & self._objects.keys():
                 with contextlib.suppress(*_UNFIT):
-                    self._fitted(name, state[name], note)
+                    self._fitted(name, state[name], note, has_dtensors=True)
         return found
 
     def left_out(self, tree: Any, attached: Collection[str]) -> list[str]:
@@ -370,7 +370,7 @@ class AppState:
             if isinstance(target, torch.optim.Optimizer):
                 _check_groups(name, target, state[name])
             if has_dtensors or isinstance(target, _TRAINED):
-                state[name] = self._fitted(name, state[name], take)
+                state[name] = self._fitted(name, state[name], take, has_dtensors=has_dtensors)
             if isinstance(target, torch.nn.Module):
                 check_module(name, target.state_dict(), state[name], own_ways(target))
             elif isinstance(target, torch.optim.Optimizer):
@@ -380,14 +380,16 @@ class AppState:
         except _UNFIT as error:
             raise refused(name, error) from error
 
-    def _fitted(self, name: str, saved: Any, take: Take) -> Any:
+    def _fitted(self, name: str, saved: Any, take: Take, *, has_dtensors: bool) -> Any:
         """Returns one object's saved state under the names that it has now, and with DTensors where it has them."""
         target = self._objects[name]
         if isinstance(target, torch.optim.Optimizer) and all(isinstance(key, int) for key in saved["state"]):
             # A state that does not exist before the first step is split as its parameter is.
-            return fitted(saved, {"state": dict(enumerate(_params_of(target)))}, name, take)
+            params = dict(enumerate(_params_of(target)))
+            return fitted(saved, {"state": params}, name, take) if has_dtensors or _are_split(params) else saved
         own = target.state_dict()
-        return fitted(renamed(own, saved) if isinstance(target, torch.nn.Module) else saved, own, name, take)
+        saved = renamed(own, saved) if isinstance(target, torch.nn.Module) else saved
+        return fitted(saved, own, name, take) if has_dtensors or _are_split(own) else saved
 
     def _separate(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors; copies those that an object keeps and multiplies, to where PyTorch would allocate them.
@@ -539,6 +541,11 @@ def _both(one: range | None, other: range | None) -> range | None:
     if one is None or other is None:
         return None
     return range(min(one.start, other.start), max(one.stop, other.stop))
+
+
+def _are_split(own: Mapping[Any, Any]) -> bool:
+    """Returns whether a value is a DTensor."""
+    return any(type(each) not in (torch.Tensor, torch.nn.Parameter) and is_dtensor(each) for each in own.values())
 
 
 def _is_on_some(target: object, world_size: int) -> bool:

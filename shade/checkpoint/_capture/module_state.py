@@ -102,7 +102,8 @@ def untaken(module: torch.nn.Module, own: Mapping[str, Any]) -> list[str]:
 def loads_all_plainly(module: torch.nn.Module) -> bool:
     """Whether a module takes any state that `check_module` accepts, as PyTorch's own do."""
     own = module.state_dict() if own_ways(module) == () else {}
-    is_plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) or is_dtensor(each) for each in own.values())
+    plain = (torch.Tensor, torch.nn.Parameter)
+    is_plain = all(type(each) in plain or is_dtensor(each) for each in own.values())
     return own_ways(module) == () and is_plain and not untaken(module, own)
 
 

@@ -15,6 +15,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAZY = ["shade", "shade.cache", "shade.checkpoint", "shade.data", "shade.gradient"]
 """Packages that load a public name on first use."""
+NEEDS = {
+    "shade.checkpoint.deepspeed": "deepspeed",
+    "shade.integrations.transformers": "transformers",
+}
+"""Packages without which a module cannot be imported."""
 
 
 def documented() -> dict[str, set[str]]:
@@ -30,8 +35,8 @@ def documented() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("module", sorted(documented()))
 def test_what_is_exported_is_documented(module: str) -> None:
-    if module == "shade.checkpoint.deepspeed":
-        pytest.importorskip("deepspeed")
+    if module in NEEDS:
+        pytest.importorskip(NEEDS[module])
     loaded = importlib.import_module(module)
     assert set(loaded.__all__) == documented()[module]
     for name in loaded.__all__:

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from shade import ShadeDataset, ShadeSampler
+from shade.errors import ConfigError
 from shade.store._servers.server import LocalServer
 from tests.support.exits import ending_of, without_closing
 
@@ -518,27 +519,26 @@ def test_a_sampler_in_accelerates_checkpoint_continues_at_any_step(
 # ── Hugging Face: the Trainer, data sets of dicts ───────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.redis
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_trainer_accumulates_gradients_over_steps_of_epochs_that_are_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    example = load("transformers_trainer")
-    monkeypatch.setattr(example, "ShadeSampler", partial(ShadeSampler, mode="uniform"))
-    dataset = ShadeDataset(example.make_text(48), cache="memory://")
-    options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
-    whole = example.make_trainer(tmp_path / "a", dataset, **options, save_strategy="steps", save_steps=1)
-    whole.train()
-    assert whole.state.global_step == 6
-    for stop in range(1, 7):
-        resumed = example.make_trainer(tmp_path / "b", dataset, **options)
-        example.resume(resumed, tmp_path / "a" / f"checkpoint-{stop}")
-        assert resumed.seen == whole.seen[2 * stop :]
-        assert torch.equal(resumed.model.line.weight, whole.model.line.weight)
-        resumed.sampler.close()
-    whole.sampler.close()
-    dataset.close()
+def trained(
+    example: ModuleType, folder: Path, dataset: ShadeDataset, stop: int | None = None, **options: Any
+) -> tuple[Any, list[list[int]]]:
+    """Trains up to a step, from where the folder's snapshots end; returns the trainer, and the samples of each step."""
+    transformers: Any = importlib.import_module("transformers")
+
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == stop
+
+    trainer = example.make_trainer(folder, dataset, **options)
+    seen: list[list[int]] = []
+    report = trainer.sampler.report
+    trainer.sampler.report = lambda indices, losses: (seen.append(indices.tolist()), report(indices, losses))
+    trainer.add_callback(Stop())
+    shade = example.ShadeTrainerCallback(trainer, persist_to=folder / "snapshots", every="never")
+    trainer.train(resume_from_checkpoint=shade.restore())
+    shade.checkpointer.close()
+    trainer.sampler.close()
+    return trainer, seen
 
 
 def play_trainer(
@@ -547,19 +547,60 @@ def play_trainer(
     """Stops the Trainer after some of its steps, the last of an epoch included, and compares all that follow."""
     dataset = ShadeDataset(example.make_text(40), cache="local://", working_set_fraction=0.5)
     options |= {"num_train_epochs": epochs, "dataloader_num_workers": workers}
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    whole = example.make_trainer(folder / "a", dataset, **options, **saving)
-    whole.train()
-    whole.sampler.close()
+    whole, steps = trained(example, folder / "whole", dataset, **options)
     assert whole.state.max_steps == 5 * epochs, "the Trainer counts the steps of the first epoch"
-    assert 5 * (epochs - 1) < len(whole.seen) < 5 * epochs
-    for stop in range(1, len(whole.seen) + 1)[stops]:
-        resumed = example.make_trainer(folder / "b", dataset, **options)
-        example.resume(resumed, folder / "a" / f"checkpoint-{stop}")
-        resumed.sampler.close()
-        assert resumed.seen == whole.seen[stop:], f"stopped after {stop}"
+    assert 5 * (epochs - 1) < len(steps) < 5 * epochs
+    for stop in range(1, len(steps) + 1)[stops]:
+        _, first = trained(example, folder / str(stop), dataset, stop, **options)
+        resumed, rest = trained(example, folder / str(stop), dataset, **options)
+        assert (first, rest) == (steps[:stop], steps[stop:]), f"stopped after {stop}"
         assert torch.equal(resumed.model.line.weight, whole.model.line.weight)
     dataset.close()
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_accumulates_gradients_over_steps_of_epochs_that_are_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the uniform mode, where the loss is the Trainer's own."""
+    example = load("transformers_trainer")
+    monkeypatch.setattr(example, "ShadeSampler", partial(ShadeSampler, mode="uniform"))
+    dataset = ShadeDataset(example.make_text(48), cache="memory://")
+    options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    whole, steps = trained(example, tmp_path / "whole", dataset, **options)
+    assert whole.state.global_step == 6
+    for stop in range(1, 7):
+        trained(example, tmp_path / str(stop), dataset, stop, **options)
+        resumed, rest = trained(example, tmp_path / str(stop), dataset, **options)
+        assert rest == steps[2 * stop :]
+        assert torch.equal(resumed.model.line.weight, whole.model.line.weight)
+    dataset.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_trainer_cannot_do_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    example = load("transformers_trainer")
+    dataset = ShadeDataset(example.make_text(40), cache=None)
+    with pytest.raises(ConfigError, match="to divide the 5 steps of an epoch, got 2"):
+        example.make_trainer(tmp_path, dataset, gradient_accumulation_steps=2)
+    saving = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2}
+    trained(example, tmp_path / "own", dataset, **saving)
+    trainer = example.make_trainer(tmp_path / "own", dataset, **saving | {"num_train_epochs": 2})
+    with pytest.raises(ConfigError, match=r"resumes after step 5, .* ShadeTrainerCallback"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer = example.make_trainer(tmp_path / "own", dataset, **saving)
+    shade = example.ShadeTrainerCallback(trainer, persist_to=tmp_path / "own" / "snapshots")
+    assert shade.restore()
+    with pytest.raises(ConfigError, match="a start at step 5, got 0"):
+        trainer.train()
+    shade.checkpointer.close()
+    with pytest.raises(ConfigError, match=r"labels int \(B,\).*uniform"):
+        trainer.sample_losses({}, {"labels": torch.zeros(8, 4)})
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ConfigError, match=r"one whole model=.* let the Trainer save it"):
+        example.ShadeTrainerCallback(trainer, persist_to=tmp_path)
 
 
 @pytest.mark.redis
@@ -582,25 +623,38 @@ def test_the_trainer_stopped_at_any_step(epochs: int, workers: int, tmp_path: Pa
 @pytest.mark.redis
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["bag of words", "bert"])
-def test_the_trainer_trains_its_own_models_evaluates_and_finds_the_last_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_the_trainer_trains_its_own_models_evaluates_and_keeps_the_best(kind: str, tmp_path: Path) -> None:
     example = load("transformers_trainer")
     transformers: Any = importlib.import_module("transformers")
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     text = example.make_text(64)
     dataset = ShadeDataset(text, cache="memory://")
-    seen: list[list[list[int]]] = []
-    for epochs in (1, 2):
+
+    class Ruin(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_epoch_end(self, args: Any, state: Any, control: Any, model: torch.nn.Module, **_: Any) -> None:
+            if state.epoch > 2:
+                with torch.no_grad():
+                    getattr(model, "line" if kind != "bert" else "classifier").weight.mul_(-100)
+
+    for epochs in (2, 3):
         torch.manual_seed(0)
         config = transformers.BertConfig(vocab_size=60, **shape)
         model = example.BagOfWords() if kind != "bert" else transformers.BertForSequenceClassification(config)
-        options = {"num_train_epochs": epochs, "save_strategy": "epoch", "eval_strategy": "epoch"}
+        options = {"num_train_epochs": epochs, "eval_strategy": "epoch"}
         trainer = example.make_trainer(tmp_path, dataset, model=model, eval_dataset=text, **options)
-        trainer.train(resume_from_checkpoint=epochs > 1)
-        assert [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row][epochs - 1] > 0
+        trainer.add_callback(Ruin())
+        shade = example.ShadeTrainerCallback(trainer, persist_to=tmp_path / "snapshots", keep="last=1,best=eval_loss")
+        trainer.train(resume_from_checkpoint=shade.restore())
+        losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+        assert len(losses) == epochs, "also those of before"
+        shade.checkpointer.wait_committed()
+        kept = {snapshot.record.step: snapshot.record.metrics for snapshot in shade.checkpointer.list()}
+        shade.checkpointer.close()
         trainer.sampler.close()
-        seen.append(trainer.seen)
-    assert [sorted(index for step in each for index in step) for each in seen] == [list(range(64))] * 2
-    assert seen[0] != seen[1]
+    best = losses.index(min(losses)) + 1
+    assert best < 3, "the last epoch ruins the model"
+    assert set(kept) == {8 * best, trainer.state.global_step}
+    assert kept[8 * best]["eval_loss"] == min(losses)
     dataset.close()
 
 

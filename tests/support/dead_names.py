@@ -56,6 +56,7 @@ OTHERS: dict[str, str] = {
     "passthrough_ll": "libfuse",
     "AWS_PROFILE": "AWS",
     "endpoint_url": "s3fs",
+    "save_total_limit": "transformers",
     "FSSPEC_S3_ENDPOINT_URL": "fsspec",
     "used_memory_dataset": "Redis",
     "ExperimentalWarning": "optuna",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from shade.checkpoint import StateDictCheckpointer
 from shade.checkpoint._session.checkpointer import tiers_of
+from shade.errors import ShadeError
 from shade.process import replacing
 
 
@@ -24,6 +26,7 @@ class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
 
     def __init__(self, checkpointer: StateDictCheckpointer) -> None:
         self._checkpointer = checkpointer
+        self._waiting: list[Future[None]] = []
         self._newest = max((each.record.step for each in checkpointer.list()), default=0)
 
     @override
@@ -43,11 +46,19 @@ class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
         self._discard(before)
 
     def _once_committed(self, action: Callable[[], None]) -> None:
+        done = Future[None]()
+        self._waiting.append(done)
+
+        def act(committed: Future[Any] | None) -> None:
+            try:
+                if committed is None or committed.exception() is None:
+                    action()
+                done.set_result(None)
+            except (OSError, ShadeError) as error:
+                done.set_exception(error)
+
         latest = self._checkpointer.latest
-        if latest is None:
-            action()
-        else:
-            latest.committed.add_done_callback(lambda done: None if done.exception() else action())
+        act(None) if latest is None else latest.committed.add_done_callback(act)
 
     @override
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -77,6 +88,9 @@ class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
     def teardown(self) -> None:
         if self._checkpointer.latest is not None:
             self._checkpointer.wait_committed()
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.result()
 
 
 def _step_at(path: Any) -> int | None:

@@ -39,16 +39,21 @@ class ShadeDataModule(LightningDataModule):  # type: ignore[misc]
     """Training data through a cache, by a sampler whose place is in every checkpoint.
 
     Args:
-        make_dataset: Makes the data set, when the ranks have met.
+        dataset: A map-style data set; or a function that makes a `ShadeDataset` with more arguments.
         batch_size: Of one rank.
+        cache: As for `ShadeDataset`.
         num_workers: Of the loader.
         **options: As for `ShadeSampler`. With ``mode="uniform"``, batches are those of the data set inside; otherwise
             each has its indices, too, and the Trainer needs ``reload_dataloaders_every_n_epochs=1``.
     """
 
-    def __init__(self, make_dataset: Callable[[], ShadeDataset], batch_size: int, num_workers: int = 0, **options: Any):
+    def __init__(
+        self, dataset: Any, batch_size: int, *, cache: str | None = "local://", num_workers: int = 0, **options: Any
+    ) -> None:
         super().__init__()
-        self._make, self._num_workers, self._options = make_dataset, num_workers, {"batch_size": batch_size} | options
+        self._make: Callable[[], ShadeDataset]
+        self._make = dataset if callable(dataset) else lambda: ShadeDataset(dataset, cache)
+        self._num_workers, self._options = num_workers, {"batch_size": batch_size} | options
 
     @override
     def setup(self, stage: str) -> None:

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import TensorDataset
 
-from shade import ShadeDataset
 from shade.integrations.lightning import ShadeCheckpoints, ShadeDataModule
 
 
@@ -50,7 +49,7 @@ quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": 
 quiet["devices"] = int(os.environ.get("WORLD_SIZE", "1"))
 callbacks = [saver, ShadeCheckpoints(f"{sys.argv[1]}/snapshots")]
 trainer = L.Trainer(max_epochs=2, accelerator="cpu", callbacks=callbacks, **quiet)
-cached = ShadeDataModule(lambda: ShadeDataset(data, cache=None), batch_size=8, mode="uniform")
+cached = ShadeDataModule(data, batch_size=8, cache=None, mode="uniform")
 trainer.fit(model, datamodule=cached, ckpt_path="last")
 if trainer.is_global_zero:
     print(f"weights 0 {[each.double().sum().item() for each in model.parameters()]}")

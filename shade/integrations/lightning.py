@@ -37,8 +37,9 @@ class ShadeCheckpoints(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, persist_to: str | os.PathLike[str], *, run: str = "lightning") -> None:
-        self._persist_to, self._run, self._generator_WS = persist_to, run, torch.empty(0)
+        self._persist_to, self._run = persist_to, run
         self._io: SnapshotIO | None = None
+        self._loaded: dict[str, Any] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -48,24 +49,26 @@ class ShadeCheckpoints(Callback):  # type: ignore[misc]
         # All ranks are here; later Lightning saves on the first one alone.
         where: dict[str, Any] = {"persist_to": self._persist_to, "run": self._run}
         self._io = self._io or SnapshotIO(StateDictCheckpointer(**where, keep="all", first_rank_saves=True))
-        trainer.strategy.checkpoint_io, self._strategy = self._io, trainer.strategy
+        trainer.strategy.checkpoint_io, self._trainer = self._io, trainer
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        here = torch.get_rng_state().to(self._strategy.root_device)
-        return {"generators": self._strategy.all_gather(here).reshape(-1, len(here)).cpu()}
+        here, strategy = torch.get_rng_state(), self._trainer.strategy
+        all_W = strategy.all_gather(here.to(strategy.root_device)).reshape(-1, len(here)).cpu()
+        return {"generators": all_W, "within_epoch": not self._trainer.is_last_batch}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._generator_WS = state_dict["generators"]
+        self._loaded = state_dict
         self._put_back()  # before the loader's iterator is made, which draws a seed
 
     def _put_back(self) -> None:
-        if self._strategy.global_rank < len(self._generator_WS):
-            torch.set_rng_state(self._generator_WS[self._strategy.global_rank].clone())
+        rank, generators = self._trainer.global_rank, self._loaded["generators"]
+        if rank < len(generators):
+            torch.set_rng_state(generators[rank].clone())
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx:  # within an epoch, the seed was drawn before the save
+        if self._loaded.get("within_epoch"):  # the seed was drawn before the save; a resume may count from batch 0
             self._put_back()
-        self._generator_WS = torch.empty(0)
+        self._loaded = {}

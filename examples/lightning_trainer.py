@@ -3,31 +3,27 @@
     pip install 'torch-shade[ecosystem]'
     python examples/lightning_trainer.py
 
-Four things to set, and why:
-
-* ``reload_dataloaders_every_n_epochs=1``: an epoch of ``unbiased`` has fewer steps than a full one, and Lightning
-  counts the steps only when it asks for the loader. (With ``mode="uniform"`` all epochs are alike: not needed.)
-* ``sampler.set_epoch(self.trainer.current_epoch)`` where the loader is made: the steps counted are then this epoch's.
-* ``state_dict`` and ``load_state_dict`` of the DataModule are the sampler's: Lightning puts them into every checkpoint.
-  What a loader has for a state, it loads only within an epoch: after one that has ended, the scores would be lost.
-* A loader whose length is that of the whole epoch: within an epoch, Lightning counts on from the saved step.
-
-``use_distributed_sampler`` may stay as it is: Lightning takes a ShadeSampler for what it is, a sampler that knows the
-ranks. Make it after the ranks have met: in ``setup`` or in ``train_dataloader``, not before ``trainer.fit``.
+`ShadeDataModule` is the training data through a cache, with a place in every checkpoint. `ShadeCheckpoints` makes each
+checkpoint a snapshot, and a run that was killed continues at any step. ``reload_dataloaders_every_n_epochs=1``: an
+epoch of ``unbiased`` has fewer steps than a full one, and Lightning counts the steps only when it asks for the loader.
+(With ``mode="uniform"`` all epochs are alike, and the batches are those of the data set inside.)
 """
 
 from __future__ import annotations
 
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import TensorDataset
 
-from shade import ShadeDataset, ShadeSampler
+from shade import ShadeDataset
+from shade.integrations.lightning import ShadeCheckpoints, ShadeDataModule
 
 BATCH = 8
 
@@ -40,50 +36,11 @@ def make_data(num_samples: int = 200) -> TensorDataset:
     return TensorDataset(points, labels)
 
 
-class EpochLoader(DataLoader[Any]):
-    """A DataLoader as Lightning counts: the rest of an epoch is as long as the epoch."""
-
-    def __len__(self) -> int:
-        return self.sampler.num_steps
-
-    def state_dict(self) -> dict[str, Any]:
-        """None of its own; that there is one says that a checkpoint within an epoch is welcome."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to do: the DataModule has loaded the sampler's."""
-
-
-class Data(L.LightningDataModule):
+def make_module(cache: str = "local://", workers: int = 0) -> ShadeDataModule:
     """The data set and the sampler; a cache named by URL is the same for all ranks."""
-
-    def __init__(self, cache: str = "local://", workers: int = 0) -> None:
-        super().__init__()
-        self.cache, self.workers = cache, workers
-
-    def setup(self, stage: str) -> None:
-        """Once on every rank, after the ranks have met."""
-        self.dataset = ShadeDataset(make_data(), cache=self.cache, working_set_fraction=0.5)
-        self.sampler = ShadeSampler(self.dataset, batch_size=BATCH, seed=0)
-
-    def train_dataloader(self) -> EpochLoader:
-        """Asked again before every epoch."""
-        assert self.trainer is not None
-        self.sampler.set_epoch(self.trainer.current_epoch)
-        return EpochLoader(self.dataset, batch_size=BATCH, sampler=self.sampler, num_workers=self.workers)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For every checkpoint."""
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """After ``setup``, before the loader is asked for."""
-        self.sampler.load_state_dict(state_dict)
-
-    def teardown(self, stage: str) -> None:
-        """Ends the sampler's thread and a private cache server."""
-        self.sampler.close()
-        self.dataset.close()
+    return ShadeDataModule(
+        lambda: ShadeDataset(make_data(), cache=cache, working_set_fraction=0.5), BATCH, seed=0, num_workers=workers
+    )
 
 
 class Classifier(L.LightningModule):
@@ -125,7 +82,13 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model = Classifier()
-    make_trainer(Path.cwd()).fit(model, datamodule=Data())
+    with tempfile.TemporaryDirectory() as folder:
+        saving = [
+            ModelCheckpoint(folder, every_n_train_steps=10, save_last=True),
+            ShadeCheckpoints(f"{folder}/snapshots"),
+        ]
+        trainer = make_trainer(Path(folder), callbacks=saving, enable_checkpointing=True)
+        trainer.fit(model, datamodule=make_module(), ckpt_path="last")
     print(f"{len(model.seen)} steps over 4 epochs; a full epoch has 25")
 
 

@@ -4,9 +4,9 @@
     python examples/ray_train.py
     python examples/ray_train.py redis://10.0.0.1:6379 2
 
-The Checkpointer saves the state to continue from, every few steps and while training continues. Ray starts the workers
-again after a failure, and `restore_latest` brings them to the newest snapshot, in the middle of an epoch. What goes to
-``ray.train.report`` is for those who use the result: the weights after each epoch.
+`RayLoader` saves the state to continue from, every few steps and while training continues. Ray starts the workers again
+after a failure, and `RayLoader` brings them to the newest snapshot, in the middle of an epoch. What its ``report``
+uploads is for those who use the result: the weights after each epoch.
 
 What to know: Ray runs the function in a thread, where Python does not deliver signals, so SIGTERM cannot be watched.
 Watch a file, or the address at which the cloud announces a preemption. Leave the loader out of ``prepare_data_loader``:
@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from ray.train.torch import TorchTrainer, prepare_model
 from torch.utils.data import DataLoader, TensorDataset
 
-from shade import Checkpointer, ShadeDataset, ShadeSampler
+from shade import ShadeDataset, ShadeSampler
+from shade.integrations.ray import RayLoader
 
 BATCH = 8
 
@@ -41,42 +42,30 @@ def make_data(num_samples: int = 200) -> TensorDataset:
     return TensorDataset(points, labels)
 
 
-def report(loss: float, model: torch.nn.Module) -> None:
-    """Reports an epoch to Ray, and uploads the weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = None
-        if ray.train.get_context().get_world_rank() == 0:
-            torch.save(model.state_dict(), Path(folder) / "model.pt")
-            checkpoint = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({"loss": loss}, checkpoint=checkpoint)
-
-
 def train(config: dict[str, Any]) -> None:
     """One worker's training."""
     Path(config["notice"]).unlink(missing_ok=True)  # in the demonstration, the next machine is the same one
     dataset = ShadeDataset(make_data(), cache=config["cache"], working_set_fraction=0.5)
     sampler = ShadeSampler(dataset, batch_size=BATCH, seed=0)
-    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 4)
     replica = prepare_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Checkpointer(persist_to=config["snapshots"], run=config["run"], every=10) as checkpointer:
-        checkpointer.attach(model=model, optimizer=optimizer, sampler=sampler)
-        checkpointer.watch(config["notice"])
-        first_epoch = checkpointer.restore_latest().epoch
-        print(f"continues after step {checkpointer.step_count}", flush=True)
-        for epoch in range(first_epoch, config["epochs"]):
-            sampler.set_epoch(epoch)
-            for points, labels, indices in loader:
-                losses_B = F.cross_entropy(replica(points), labels, reduction="none")
-                (losses_B * sampler.weights(indices)).mean().backward()
-                sampler.report(indices, losses_B)
-                optimizer.step()
-                optimizer.zero_grad()
-                fail_once(config, checkpointer.step_count + 1)
-                checkpointer.step()
-            report(losses_B.mean().item(), model)
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+    objects = {"model": model, "optimizer": optimizer}
+    loader = RayLoader(loader, objects, persist_to=config["snapshots"], run=config["run"], every=10)
+    loader.checkpointer.watch(config["notice"])
+    print(f"continues after step {loader.checkpointer.step_count}", flush=True)
+    for _ in range(loader.epoch, config["epochs"]):
+        for points, labels, indices in loader:
+            losses_B = F.cross_entropy(replica(points), labels, reduction="none")
+            (losses_B * sampler.weights(indices)).mean().backward()
+            sampler.report(indices, losses_B)
+            optimizer.step()
+            optimizer.zero_grad()
+            fail_once(config, loader.checkpointer.step_count + 1)
+        loader.report({"loss": losses_B.mean().item()})
+    loader.checkpointer.close()
     sampler.close()
     dataset.close()
 

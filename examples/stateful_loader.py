@@ -3,12 +3,8 @@
     pip install 'torch-shade[ecosystem]'
     python examples/stateful_loader.py
 
-The loader's state holds the sampler's, so ``loader.state_dict()`` is all that there is to save: what comes next, the
-order and the weights of this epoch and of the next, the scores. Batches that workers have under way are loaded again.
-
-What to know: the loader asks for the sampler's state at every batch, unless ``snapshot_every_n_steps`` says otherwise;
-the losses of the few batches under way at a stop are not in it. To the last bit, the same training follows from
-`shade.Checkpointer`, or with ``num_workers=0``.
+`SampledDataLoader` is a StatefulDataLoader whose state is where training is. ``loader.state_dict()`` is all that there
+is to save of the data, and any number of workers may load it.
 """
 
 from __future__ import annotations
@@ -19,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from shade import ShadeDataset, ShadeSampler
+from shade import ShadeDataset
+from shade.integrations.torchdata import SampledDataLoader
 
 BATCH = 8
 
@@ -40,10 +36,8 @@ class Training:
     def __init__(self, workers: int = 0) -> None:
         torch.manual_seed(0)
         self.dataset = ShadeDataset(make_data(), cache="local://", working_set_fraction=0.5)
-        self.sampler = ShadeSampler(self.dataset, batch_size=BATCH, seed=0)
-        self.loader = StatefulDataLoader(
-            self.dataset, batch_size=BATCH, sampler=self.sampler, num_workers=workers, snapshot_every_n_steps=1
-        )
+        self.loader = SampledDataLoader(self.dataset, batch_size=BATCH, sampler={"seed": 0}, num_workers=workers)
+        self.sampler = self.loader.sampler
         self.model = torch.nn.Linear(16, 4)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.epoch = 0

@@ -12,9 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from shade.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parent.parent
 LAZY = ["shade", "shade.cache", "shade.checkpoint", "shade.data", "shade.gradient"]
 """Packages that load a public name on first use."""
+ADAPTED = ("accelerate", "lightning", "ray", "torchdata", "transformers")
+NEEDS = {
+    "shade.checkpoint.deepspeed": "deepspeed",
+    **{f"shade.integrations.{name}": name for name in ADAPTED},
+}
+"""Packages without which a module cannot be imported."""
 
 
 def documented() -> dict[str, set[str]]:
@@ -30,8 +38,8 @@ def documented() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("module", sorted(documented()))
 def test_what_is_exported_is_documented(module: str) -> None:
-    if module == "shade.checkpoint.deepspeed":
-        pytest.importorskip("deepspeed")
+    if module in NEEDS:
+        pytest.importorskip(NEEDS[module], exc_type=ImportError)
     loaded = importlib.import_module(module)
     assert set(loaded.__all__) == documented()[module]
     for name in loaded.__all__:
@@ -91,3 +99,28 @@ def test_a_type_checker_catches_a_users_typo(tmp_path: Path) -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (ROOT / "shade" / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("module", [module for module in NEEDS if module.startswith("shade.integrations")])
+def test_an_adapter_without_its_framework_says_what_to_install(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        if name.startswith(("shade.integrations.", f"{NEEDS[module]}.")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, NEEDS[module], None)
+    with pytest.raises(
+        ConfigError, match=rf"expected the {NEEDS[module]}.* package, got None; pip install '.*ecosystem"
+    ):
+        importlib.import_module(module)
+
+
+def test_only_its_own_module_names_a_framework() -> None:
+    """So that `import shade` and `import shade.integrations` load none."""
+    for path in sorted((ROOT / "shade").rglob("*.py")):
+        if path.parent.name != "integrations" or path.name == "__init__.py":
+            tree = ast.parse(path.read_text())
+            named = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+            named |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+            found = {
+                name for name in named if name.partition(".")[0] in ADAPTED or name.startswith("shade.integrations")
+            }
+            assert not found, path

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from shade import ShadeDataset, ShadeSampler
+from shade.errors import ConfigError
 from shade.store._servers.server import LocalServer
 from tests.support.exits import ending_of, without_closing
 
@@ -63,8 +64,9 @@ def load(name: str) -> ModuleType:
 
 def ways() -> list[Any]:
     """Each example on one rank, and on two where it can be launched so; as it stands, and closing nothing."""
-    alone = [(name, 1, closes) for name in NEEDS for closes in (True, False)]
-    found = alone + [(name, 2, closes) for name in ON_TWO_RANKS for closes in (True, False)]
+    # Lightning closes what `ShadeDataModule` has opened.
+    alone = [(name, 1, closes) for name in NEEDS for closes in (True, False) if closes or name != "lightning_trainer"]
+    found = alone + [(name, 2, closes) for name, _, closes in alone if name in ON_TWO_RANKS]
     return [
         pytest.param(*way, id=f"{way[0]}-{way[1]}{'' if way[2] else '-closing nothing'}", marks=marks)
         for way in found
@@ -77,7 +79,7 @@ def test_an_example_ends_and_leaves_nothing(name: str, ranks: int, closes: bool,
     load(name)
     text = (ROOT / "examples" / f"{name}.py").read_text()
     unclosed, changes = without_closing(text)
-    assert changes
+    assert changes or closes
     script = tmp_path / f"{name}.py"
     script.write_text(text if closes else unclosed)
     with LocalServer() if ranks > 1 else nullcontext() as server:
@@ -96,7 +98,7 @@ def test_an_example_ends_and_leaves_nothing(name: str, ranks: int, closes: bool,
 # ── torchdata ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 2)])
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 1)])
 @pytest.mark.parametrize(
     "stop", [pytest.param(7, marks=pytest.mark.slow), 33, pytest.param(50, marks=pytest.mark.slow)]
 )
@@ -113,10 +115,7 @@ def test_a_stateful_loader_goes_on_in_mid_epoch(stop: int, before: int, after: i
     finally:
         for training in (whole, first, second):
             training.close()
-    # Epochs 0 and 1 are full; the third is drawn from the losses, and those of batches under way may be an epoch old.
-    num_fixed = 50 if before else len(expected)
-    assert found[:num_fixed] == expected[:num_fixed]
-    assert len(found) == len(expected)
+    assert found == expected, "also the third epoch, which is drawn from the losses"
 
 
 def test_what_a_loader_restores_is_what_training_goes_on_with(tmp_path: Path) -> None:
@@ -168,13 +167,13 @@ def few(monkeypatch: pytest.MonkeyPatch, example: ModuleType, name: str = "make_
 
 @pytest.mark.parametrize(
     ("saved", "before", "after"),
-    [("loader", 0, 0), ("sampler", 0, 2), ("sampler", 2, 0), ("sampler", 2, 2)],
+    [("loader", 0, 0), ("loader", 2, 1), ("sampler", 0, 2), ("sampler", 2, 0)],
     ids=str,
 )
 def test_a_stateful_loader_stopped_at_any_step(
     saved: str, before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loader's state where nothing is under way, and the sampler's with any workers, which holds every loss."""
+    """The loader's state, which is the sampler's: it holds every loss, with any workers."""
     example = load("stateful_loader")
     few(monkeypatch, example)
     whole = example.Training()
@@ -203,18 +202,28 @@ def test_a_stateful_loader_stopped_at_any_step(
 
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0), (2, 1), (1, 2)], ids=str)
 def test_torchdata_refuses_a_state_of_other_workers(workers: tuple[int, int], tmp_path: Path) -> None:
-    """What docs/how-to/stateful-dataloader.md says of it."""
+    """What docs/how-to/stateful-dataloader.md says of its own loader."""
     example = load("stateful_loader")
-    first, second = (example.Training(each) for each in workers)
-    try:
-        first.run(1, stop_after=4)
-        first.save(tmp_path / "state")
-        second.restore(tmp_path / "state")
-        with pytest.raises(AssertionError):
-            next(iter(second.loader))
-    finally:
-        for training in (first, second):
-            training.close()
+    loaders = importlib.import_module("torchdata.stateful_dataloader")
+    samplers = [ShadeSampler(example.make_data(), batch_size=8) for _ in range(2)]
+    first, second = (
+        loaders.StatefulDataLoader(example.make_data(), batch_size=8, sampler=sampler, num_workers=number)
+        for sampler, number in zip(samplers, workers, strict=True)
+    )
+    batches = iter(first)
+    next(batches)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(AssertionError):
+        next(iter(second))
+    del batches
+    for sampler in samplers:
+        sampler.close()
+
+
+def test_a_sampled_loader_of_another_batch_size_is_refused() -> None:
+    example = load("stateful_loader")
+    with pytest.raises(ConfigError, match="batch_size 8, got 5"):
+        example.SampledDataLoader(example.make_data(), 5, sampler=ShadeSampler(example.make_data(), batch_size=8))
 
 
 def test_nodes_stopped_at_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +271,7 @@ def test_loader_and_sampler_of_two_batch_sizes_are_told(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_trains_epochs_of_different_lengths(tmp_path: Path) -> None:
     example = load("lightning_trainer")
-    model, data = example.Classifier(), example.Data()
+    model, data = example.Classifier(), example.make_module()
     example.make_trainer(tmp_path).fit(model, datamodule=data)
     lengths = [len(model.seen[:25]), len(model.seen[25:50]), len(model.seen) - 50]
     assert lengths[:2] == [25, 25]
@@ -290,7 +299,7 @@ def test_lightning_stopped_at_any_step_and_after_any_epoch(
     def fit(*keep: Any, **options: Any) -> Any:
         torch.manual_seed(0)
         model = Validated() if validates else example.Classifier()
-        data = example.Data(workers=workers)
+        data = example.make_module(workers=workers)
         if validates:
             data.val_dataloader = lambda: torch.utils.data.DataLoader(example.make_data(), batch_size=8)
         trainer = example.make_trainer(tmp_path, 3, enable_checkpointing=bool(keep), callbacks=[*keep])
@@ -308,6 +317,45 @@ def test_lightning_stopped_at_any_step_and_after_any_epoch(
         resumed = fit(ckpt_path=checkpoint, weights_only=False)
         assert resumed.seen == whole.seen[int(checkpoint.stem.rpartition("-")[2]) :], checkpoint.stem
         assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightnings_checkpoints_are_snapshots_the_best_and_after_an_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = load("lightning_trainer")
+    few(monkeypatch, example)
+    weights: dict[int, torch.Tensor] = {}
+
+    class Failing(example.Classifier):  # type: ignore[misc,name-defined]
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+            weights[self.global_step] = self.layer.weight.detach().clone()
+            if self.global_step == 8:
+                raise ValueError
+
+        def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
+            self.log("distance", abs(self.global_step - 4.0))  # the fifth step is the best
+            return super().training_step(batch, batch_index)
+
+    saver = example.ModelCheckpoint(
+        tmp_path / "notes", "{step}", "distance", save_top_k=2, every_n_train_steps=1, save_on_exception=True
+    )
+    callbacks = [saver, example.ShadeCheckpoints(tmp_path / "snapshots")]
+    trainer = example.make_trainer(tmp_path, 3, enable_checkpointing=True, callbacks=callbacks)
+    with pytest.raises(ValueError, match=r"^$"):
+        trainer.fit(Failing(), datamodule=example.make_module())
+    io = trainer.strategy.checkpoint_io
+    io.teardown()
+    notes = sorted((tmp_path / "notes").iterdir())
+    assert len(notes) == len(list((tmp_path / "snapshots").glob("lightning/step-*"))) == 3
+    saved = {int(note.stem.rpartition("=")[2]): io.load_checkpoint(note)["state_dict"] for note in notes}
+    assert 5 in saved, "the best"
+    assert 8 in saved, "after the exception"
+    assert saver.best_model_path == str(tmp_path / "notes" / "step=5.ckpt")
+    for step, state in saved.items():
+        assert torch.equal(state["layer.weight"], weights[step])
+    torch.save({"of": "Lightning"}, tmp_path / "own.ckpt")
+    assert io.load_checkpoint(tmp_path / "own.ckpt") == {"of": "Lightning"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -417,7 +465,7 @@ if sys.argv[4] == "wrong":
     loader_of = accelerate_loop.DataLoader
     accelerate_loop.DataLoader = lambda *words, **options: accelerate.Accelerator(cpu=True).prepare(
         loader_of(*words, **options))
-seen = accelerate_loop.train(sys.argv[2], epochs=2)
+seen, _ = accelerate_loop.train(sys.argv[2], epochs=2)
 rank = os.environ["RANK"]
 open(f"{sys.argv[3]}/{rank}.json", "w").write(json.dumps(seen))
 """
@@ -472,6 +520,38 @@ def test_on_one_rank_accelerate_may_have_the_loader() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_accelerated_loader_continues_at_any_step(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a sampler that hears of losses, on other workers too."""
+    example = load("accelerate_loop")
+    few(monkeypatch, example)
+    whole, expected = example.train("local://", workers=workers)
+
+    class Stopped(Exception):
+        pass
+
+    class Stopping(example.AccelerateLoader):  # type: ignore[misc,name-defined]
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                if self.checkpointer.step_count == stop:
+                    self.checkpointer.close()
+                    raise Stopped
+                yield batch
+
+    ordinary = example.AccelerateLoader
+    for stop in range(1, len(whole)):
+        monkeypatch.setattr(example, "AccelerateLoader", Stopping)
+        with pytest.raises(Stopped):
+            example.train("local://", workers=workers, folder=tmp_path / str(stop))
+        monkeypatch.setattr(example, "AccelerateLoader", ordinary)
+        rest, model = example.train("local://", workers=2 - workers, folder=tmp_path / str(stop))
+        assert rest == whole[stop:], f"stopped after {stop}"
+        assert torch.equal(model.weight, expected.weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_sampler_in_accelerates_checkpoint_continues_at_any_step(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,27 +598,26 @@ def test_a_sampler_in_accelerates_checkpoint_continues_at_any_step(
 # ── Hugging Face: the Trainer, data sets of dicts ───────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.redis
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_trainer_accumulates_gradients_over_steps_of_epochs_that_are_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    example = load("transformers_trainer")
-    monkeypatch.setattr(example, "ShadeSampler", partial(ShadeSampler, mode="uniform"))
-    dataset = ShadeDataset(example.make_text(48), cache="memory://")
-    options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
-    whole = example.make_trainer(tmp_path / "a", dataset, **options, save_strategy="steps", save_steps=1)
-    whole.train()
-    assert whole.state.global_step == 6
-    for stop in range(1, 7):
-        resumed = example.make_trainer(tmp_path / "b", dataset, **options)
-        example.resume(resumed, tmp_path / "a" / f"checkpoint-{stop}")
-        assert resumed.seen == whole.seen[2 * stop :]
-        assert torch.equal(resumed.model.line.weight, whole.model.line.weight)
-        resumed.sampler.close()
-    whole.sampler.close()
-    dataset.close()
+def trained(
+    example: ModuleType, folder: Path, dataset: ShadeDataset, stop: int | None = None, **options: Any
+) -> tuple[Any, list[list[int]]]:
+    """Trains up to a step, from where the folder's snapshots end; returns the trainer, and the samples of each step."""
+    transformers: Any = importlib.import_module("transformers")
+
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == stop
+
+    trainer = example.make_trainer(folder, dataset, **options)
+    seen: list[list[int]] = []
+    report = trainer.sampler.report
+    trainer.sampler.report = lambda indices, losses: (seen.append(indices.tolist()), report(indices, losses))
+    trainer.add_callback(Stop())
+    shade = example.ShadeTrainerCallback(trainer, persist_to=folder / "snapshots", every="never")
+    trainer.train(resume_from_checkpoint=shade.restore())
+    shade.checkpointer.close()
+    trainer.sampler.close()
+    return trainer, seen
 
 
 def play_trainer(
@@ -547,19 +626,60 @@ def play_trainer(
     """Stops the Trainer after some of its steps, the last of an epoch included, and compares all that follow."""
     dataset = ShadeDataset(example.make_text(40), cache="local://", working_set_fraction=0.5)
     options |= {"num_train_epochs": epochs, "dataloader_num_workers": workers}
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    whole = example.make_trainer(folder / "a", dataset, **options, **saving)
-    whole.train()
-    whole.sampler.close()
+    whole, steps = trained(example, folder / "whole", dataset, **options)
     assert whole.state.max_steps == 5 * epochs, "the Trainer counts the steps of the first epoch"
-    assert 5 * (epochs - 1) < len(whole.seen) < 5 * epochs
-    for stop in range(1, len(whole.seen) + 1)[stops]:
-        resumed = example.make_trainer(folder / "b", dataset, **options)
-        example.resume(resumed, folder / "a" / f"checkpoint-{stop}")
-        resumed.sampler.close()
-        assert resumed.seen == whole.seen[stop:], f"stopped after {stop}"
+    assert 5 * (epochs - 1) < len(steps) < 5 * epochs
+    for stop in range(1, len(steps) + 1)[stops]:
+        _, first = trained(example, folder / str(stop), dataset, stop, **options)
+        resumed, rest = trained(example, folder / str(stop), dataset, **options)
+        assert (first, rest) == (steps[:stop], steps[stop:]), f"stopped after {stop}"
         assert torch.equal(resumed.model.line.weight, whole.model.line.weight)
     dataset.close()
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_accumulates_gradients_over_steps_of_epochs_that_are_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the uniform mode, where the loss is the Trainer's own."""
+    example = load("transformers_trainer")
+    monkeypatch.setattr(example, "ShadeSampler", partial(ShadeSampler, mode="uniform"))
+    dataset = ShadeDataset(example.make_text(48), cache="memory://")
+    options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    whole, steps = trained(example, tmp_path / "whole", dataset, **options)
+    assert whole.state.global_step == 6
+    for stop in range(1, 7):
+        trained(example, tmp_path / str(stop), dataset, stop, **options)
+        resumed, rest = trained(example, tmp_path / str(stop), dataset, **options)
+        assert rest == steps[2 * stop :]
+        assert torch.equal(resumed.model.line.weight, whole.model.line.weight)
+    dataset.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_trainer_cannot_do_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    example = load("transformers_trainer")
+    dataset = ShadeDataset(example.make_text(40), cache=None)
+    with pytest.raises(ConfigError, match="to divide the 5 steps of an epoch, got 2"):
+        example.make_trainer(tmp_path, dataset, gradient_accumulation_steps=2)
+    saving = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2}
+    trained(example, tmp_path / "own", dataset, **saving)
+    trainer = example.make_trainer(tmp_path / "own", dataset, **saving | {"num_train_epochs": 2})
+    with pytest.raises(ConfigError, match=r"resumes after step 5, .* ShadeTrainerCallback"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer = example.make_trainer(tmp_path / "own", dataset, **saving)
+    shade = example.ShadeTrainerCallback(trainer, persist_to=tmp_path / "own" / "snapshots")
+    assert shade.restore()
+    with pytest.raises(ConfigError, match="a start at step 5, got 0"):
+        trainer.train()
+    shade.checkpointer.close()
+    with pytest.raises(ConfigError, match=r"labels int \(B,\).*uniform"):
+        trainer.sample_losses({}, {"labels": torch.zeros(8, 4)})
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ConfigError, match=r"one whole model=.* let the Trainer save it"):
+        example.ShadeTrainerCallback(trainer, persist_to=tmp_path)
 
 
 @pytest.mark.redis
@@ -582,25 +702,38 @@ def test_the_trainer_stopped_at_any_step(epochs: int, workers: int, tmp_path: Pa
 @pytest.mark.redis
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["bag of words", "bert"])
-def test_the_trainer_trains_its_own_models_evaluates_and_finds_the_last_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_the_trainer_trains_its_own_models_evaluates_and_keeps_the_best(kind: str, tmp_path: Path) -> None:
     example = load("transformers_trainer")
     transformers: Any = importlib.import_module("transformers")
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     text = example.make_text(64)
     dataset = ShadeDataset(text, cache="memory://")
-    seen: list[list[list[int]]] = []
-    for epochs in (1, 2):
+
+    class Ruin(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_epoch_end(self, args: Any, state: Any, control: Any, model: torch.nn.Module, **_: Any) -> None:
+            if state.epoch > 2:
+                with torch.no_grad():
+                    getattr(model, "line" if kind != "bert" else "classifier").weight.mul_(-100)
+
+    for epochs in (2, 3):
         torch.manual_seed(0)
         config = transformers.BertConfig(vocab_size=60, **shape)
         model = example.BagOfWords() if kind != "bert" else transformers.BertForSequenceClassification(config)
-        options = {"num_train_epochs": epochs, "save_strategy": "epoch", "eval_strategy": "epoch"}
+        options = {"num_train_epochs": epochs, "eval_strategy": "epoch"}
         trainer = example.make_trainer(tmp_path, dataset, model=model, eval_dataset=text, **options)
-        trainer.train(resume_from_checkpoint=epochs > 1)
-        assert [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row][epochs - 1] > 0
+        trainer.add_callback(Ruin())
+        shade = example.ShadeTrainerCallback(trainer, persist_to=tmp_path / "snapshots", keep="last=1,best=eval_loss")
+        trainer.train(resume_from_checkpoint=shade.restore())
+        losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+        assert len(losses) == epochs, "also those of before"
+        shade.checkpointer.wait_committed()
+        kept = {snapshot.record.step: snapshot.record.metrics for snapshot in shade.checkpointer.list()}
+        shade.checkpointer.close()
         trainer.sampler.close()
-        seen.append(trainer.seen)
-    assert [sorted(index for step in each for index in step) for each in seen] == [list(range(64))] * 2
-    assert seen[0] != seen[1]
+    best = losses.index(min(losses)) + 1
+    assert best < 3, "the last epoch ruins the model"
+    assert set(kept) == {8 * best, trainer.state.global_step}
+    assert kept[8 * best]["eval_loss"] == min(losses)
     dataset.close()
 
 
@@ -684,8 +817,8 @@ def test_ray_train_stopped_at_any_step(tmp_path: Path, monkeypatch: pytest.Monke
             mark.rename(folder / f"kill-after-{num_kills}")
             num_kills = len(list(folder.glob("kill-*")))
         ray_train.make_data.__defaults__ = (24,)
-        ordinary = ray_train.Checkpointer
-        ray_train.Checkpointer = lambda **options: ordinary(**options | {"every": 1})
+        ordinary = ray_train.RayLoader
+        ray_train.RayLoader = lambda *given, **options: ordinary(*given, **options | {"every": 1})
         plain(config | {"kill_at": num_kills + 1 if config["kill_at"] else 0})
 
     monkeypatch.setattr(example, "train", train)

@@ -54,8 +54,8 @@ docs/how-to/grain.md
 docs/how-to/hf-trainer.md
   The Trainer counts the steps of the first epoch and expects all to be as long
     play_trainer
-  evaluate as the Trainer does
-    test_the_trainer_trains_its_own_models_evaluates_and_finds_the_last_checkpoint
+  evaluates as the Trainer does
+    test_the_trainer_trains_its_own_models_evaluates_and_keeps_the_best
 docs/how-to/kubeflow.md
   The tests hold it against the schema of Trainer 2
     test_the_training_runtime_and_its_job_fit_the_schema
@@ -116,7 +116,7 @@ docs/how-to/skypilot.md
   The tests read it with SkyPilot's own parser
     test_skypilot_parses_the_task
 docs/how-to/stateful-dataloader.md
-  torchdata refuses a state of another number with an AssertionError
+  torchdata refuses a state of another number of workers with an AssertionError
     test_torchdata_refuses_a_state_of_other_workers
 docs/how-to/text.md
   Its fingerprint follows `map()`

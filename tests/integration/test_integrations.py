@@ -1,0 +1,141 @@
+"""The adapters: a script of each framework, in which three lines are ours, outlives SIGKILL.
+
+What it says after it was killed, again and again, is what it says undisturbed, and what it says without our lines:
+every loss, and the weights. The scripts are `tests/support/programs/script_*.py`. Where a package is missing, its tests
+skip.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script that the tests run."""
+
+    needs: tuple[str, ...]
+    ours: dict[str, str]
+    """How each line that is ours begins → the lines that stand there without us."""
+    kills: tuple[int, ...]
+    """Steps after which it is killed, one in each life."""
+    ranks: tuple[int, ...] = (1, 2)
+    is_like_plain: bool = True
+    """Whether it trains on the same samples without our lines."""
+
+    def plain(self, text: str) -> str:
+        """Returns the script without our lines."""
+        lines = text.splitlines()
+        for begin, instead in self.ours.items():
+            (number,) = (number for number, line in enumerate(lines) if line.startswith(begin))
+            lines[number] = instead
+        return "\n".join(lines) + "\n"
+
+
+SCRIPTS = {
+    "transformers": Script(
+        ("transformers", "accelerate", "datasets"),
+        {
+            "from shade.integrations.transformers import": "",
+            "saver = ShadeTrainerCallback(": "",
+            "trainer.train(": "trainer.train()",
+        },
+        (5, 11, 14, 22),
+    ),
+    "lightning": Script(
+        ("lightning",),
+        {
+            "from shade.integrations.lightning import": "from torch.utils.data import DataLoader",
+            "callbacks = ": "callbacks = [saver]",
+            "cached = ": "cached = DataLoader(data, batch_size=8, shuffle=True)",
+        },
+        (5, 10, 15, 20),
+        is_like_plain=False,
+    ),
+    "accelerate": Script(
+        ("accelerate",),
+        {
+            "from shade.integrations.accelerate import": "",
+            "loader = AccelerateLoader(": "",
+            "for epoch in range(": "for epoch in range(2):",
+        },
+        (5, 11, 14, 22),
+    ),
+    "torchdata": Script(
+        ("torchdata",),
+        {
+            "from shade.integrations.torchdata import": "from torchdata.stateful_dataloader import StatefulDataLoader",
+            "loader = SampledDataLoader(": "loader = StatefulDataLoader(data, batch_size=8, shuffle=True)",
+            "    loader.set_epoch(epoch)": "",
+        },
+        (4, 8, 13, 18),
+        ranks=(1,),
+        is_like_plain=False,
+    ),
+    "ray": Script(
+        ("ray.train.torch",),
+        {
+            "from shade.integrations.ray import": "",
+            "    loader = RayLoader(": "",
+            "    for _ in range(": "    for _ in range(2):",
+        },
+        (7, 14),
+        ranks=(1,),
+    ),
+}
+
+
+def said(script: Path, folder: Path, ranks: int, kill: int | None) -> list[str]:
+    """Runs a script, which is killed after a step or ends; returns what it said."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {} if kill is None else {"KILL": str(kill)}
+    folder.mkdir(exist_ok=True)
+    ended = subprocess.run(
+        [sys.executable, *words, str(script), str(folder)],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    statuses = (0,) if kill is None else (1, -signal.SIGKILL)  # 1: of what has started the one that was killed
+    assert ended.returncode in statuses, ended.stderr[-5000:]
+    # Ranks may print into each other's lines; what is compared comes from one.
+    return [line for line in ended.stdout.splitlines() if line.split(" ")[0] in ("loss", "eval_loss", "weights")]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name in SCRIPTS for ranks in SCRIPTS[name].ranks])
+def test_three_lines_outlive_kills(name: str, ranks: int, tmp_path: Path) -> None:
+    ours, script = SCRIPTS[name], tmp_path / "script.py"
+    for package in ours.needs:
+        pytest.importorskip(package, exc_type=ImportError)
+    text = (ROOT / "tests" / "support" / "programs" / f"script_{name}.py").read_text()
+    assert len(ours.ours) == 3
+    plain = ours.plain(text)
+    assert "import shade" not in plain
+    assert "from shade" not in plain
+    script.write_text(text)
+    whole = said(script, tmp_path / "whole", ranks, None)
+    script.write_text(plain)
+    assert not ours.is_like_plain or said(script, tmp_path / "plain", ranks, None) == whole, "our lines change nothing"
+    script.write_text(text)
+    kills = [each // ranks for each in ours.kills[ranks - 1 :: ranks]]
+    num_steps = max(step_of(line) for line in whole)
+    for kill in kills:
+        lived = said(script, tmp_path / "killed", ranks, kill)
+        assert lived == whole[(begin := whole.index(lived[0])) : begin + len(lived)]
+        assert step_of(lived[-1]) == kill < num_steps
+    rest = said(script, tmp_path / "killed", ranks, None)
+    assert rest == whole[-len(rest) :]
+    assert 1 < step_of(rest[0]) <= kills[-1] + 1, "it has continued"
+
+
+def step_of(line: str) -> int:
+    return int(line.split(" ")[1])

@@ -9,6 +9,7 @@ one. Names are those of the model without wrappers (DistributedDataParallel, Dat
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -24,10 +25,11 @@ import numpy as np
 import torch
 import xxhash
 
-from shade.checkpoint._capture.flatten import escape, flatten, part_of, tensors_in, unflatten
+from shade.checkpoint._capture.flatten import escape, flatten, part_of, parts_in, tensors_in, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of
 from shade.checkpoint._capture.module_state import (
     check_module,
+    has_pre_hooks,
     is_lazy,
     is_torchs,
     loads_all_plainly,
@@ -37,6 +39,7 @@ from shade.checkpoint._capture.module_state import (
     unwrapped,
     way_back_of,
 )
+from shade.checkpoint._capture.sharding import SavedDTensor, Take, fitted, is_dtensor, placed, region_for
 from shade.checkpoint._capture.stateful_loader import StatefulLoader
 from shade.errors import ConfigError, ShadeError, StateMismatchError
 from shade.types import Parted, Resumed, Stateful, StepCounting
@@ -209,24 +212,28 @@ class AppState:
 
         A part that cannot be saved raises a ConfigError that names its path.
         """
+        # The generators last: a loader may draw a seed when it is asked for its state.
+        names = sorted(self._objects, key=lambda name: name == "random")
+        state = {name: self._objects[name].state_dict() for name in names}
         # A parameter may have several names, and any other state of a module may change in a forward pass.
         params = {
             f"{escape(name)}/{escape(key)}": id(param)
             for name, module in self.modules.items()
             for key, param in module.named_parameters(remove_duplicate=False)
         }
+        first: dict[int, str] = {}
+        same = {path: first.setdefault(number, path) for path, number in params.items()}
         optimizers = tuple(f"{escape(name)}/" for name in self.optimizers)
+        # Over a mesh of some ranks, as of a pipeline's stage, others may have something else under the same name.
+        apart = tuple(f"{escape(name)}/" for name, each in self._objects.items() if _is_on_some(each, world_size))
 
         def is_trained(path: str) -> bool:
             return path.startswith(optimizers) or _PARTS.split(path)[0] in params
 
-        # The generators last: a loader may draw a seed when it is asked for its state.
-        names = sorted(self._objects, key=lambda name: name == "random")
-        state = {name: self._objects[name].state_dict() for name in names}
-        shared = self._replicated or world_size == 1
-        tree, tensors = flatten(
-            state, rank=rank, is_own=None if world_size == 1 else lambda path: not (shared and is_trained(path))
-        )
+        def is_own(path: str) -> bool:
+            return not (self._replicated and is_trained(path)) or path.startswith(apart)
+
+        tree, tensors = flatten(state, rank=rank, is_own=None if world_size == 1 else is_own, same=same)
         steady = frozenset(name for name in tensors if is_trained(name.partition("@")[0]))
         if self._num_torn:
             held = {id(param) for each in self.optimizers.values() for param in _params_of(each)}
@@ -241,9 +248,10 @@ class AppState:
         """
         self._num_torn += 1
 
-    def forgettable(self, tree: Any) -> Set[str]:
-        """Returns the names of a tree's tensors whose memory may be reused once they are loaded: those that nothing but
-        `torch.nn.Module.load_state_dict` itself gets, which copies them. Other objects may keep what they are given.
+    def forgettable(self, tree: Any, rank: int) -> Set[str]:
+        """Returns the names of the tensors of a tree, and of those that a rank saved of its DTensors, whose memory may
+        be reused once they are loaded: those that nothing but `torch.nn.Module.load_state_dict` itself gets, which
+        copies them. Other objects may keep what they are given.
         """
         modules = self.modules
         copying = {
@@ -251,17 +259,44 @@ class AppState:
             for name, module in modules.items()
             if is_torchs(module, "load_state_dict")
             for prefix, part in module.named_modules(remove_duplicate=False)
-            if is_torchs(part, "_load_from_state_dict") and not part._load_state_dict_pre_hooks
+            if is_torchs(part, "_load_from_state_dict") and not has_pre_hooks(part)
             for key in (*part._parameters, *part._buffers)
         }
         copied, kept = set[str](), set[str]()
         for name, node in zip(*part_of(tree, None)["dict"], strict=True):
             if name not in modules or "module_state" not in node:
-                kept |= tensors_in(node)
+                kept |= tensors_in(node) | parts_in(node, rank)
                 continue
             for key, value in zip(*node["module_state"][:2], strict=True):
-                (copied if isinstance(key, str) and (name, key) in copying else kept).update(tensors_in(value))
+                to = copied if isinstance(key, str) and (name, key) in copying else kept
+                to |= tensors_in(value) | parts_in(value, rank)
         return copied - kept
+
+    def needed(
+        self, tree: Any, tensors: Mapping[str, torch.Tensor], only: Collection[str] | None
+    ) -> dict[str, range | None]:
+        """Returns which parts of a tree's DTensors this rank needs: names of tensors, and the rows of each; None: all.
+
+        Args:
+            tree: The skeleton of the state that will be loaded.
+            tensors: All tensors that it names; parts of DTensors need not be read yet.
+            only: Names of the objects that will be loaded; None: all.
+        """
+        found: dict[str, range | None] = {}
+
+        def note(saved: SavedDTensor, own: Any, path: str) -> SavedDTensor:
+            # What does not fit is found again when it is loaded, and said on all ranks.
+            with contextlib.suppress(ShadeError):
+                for name, rows in saved.needed(region_for(saved, own, path)[0]):
+                    found[name] = _both(rows, found[name]) if name in found else rows
+            return saved
+
+        if parts_in(tree, 0):
+            state = unflatten(part_of(tree, only), tensors)
+            for name in state.keys() & self._objects.keys():
+                with contextlib.suppress(*_UNFIT):
+                    self._fitted(name, state[name], note)
+        return found
 
     def left_out(self, tree: Any) -> list[str]:
         """Returns the names in a tree that nothing attached takes."""
@@ -305,9 +340,9 @@ class AppState:
                     "restore(only=[...]) loads a part, attach() under the names that were saved loads the rest"
                 )
             for name in names:
-                self._check(name, state)
+                self._check(name, state, has_dtensors=bool(parts_in(part_of(tree, [name]), 0)))
             parted = [name for name in names if isinstance(self._objects[name], Parted)] if trees else []
-            states = [unflatten(each, tensors) for each in trees] if parted else []
+            states = [unflatten(part_of(each, parted), tensors) for each in trees] if parted else []
             parts = {name: [each[name] for each in states if name in each] for name in parted}
         self._put(state, names, parts, agree)
         if "random" in names:
@@ -319,20 +354,37 @@ class AppState:
                 if isinstance(target, Resumed):
                     target.at_resume(lambda: torch.set_rng_state(generator))
 
-    def _check(self, name: str, state: dict[str, Any]) -> None:
-        """Raises a StateMismatchError if one object's state does not fit; gives a module's state its names."""
+    def _check(self, name: str, state: dict[str, Any], *, has_dtensors: bool) -> None:
+        """Raises a StateMismatchError if one object's state does not fit; makes it what this rank's object takes."""
         target = self._objects[name]
+        # Of what an object keeps and multiplies, see `_separate`.
+        is_exact = not (kind_of(target) is torch.nn.Module or _is_elementwise(target))
+
+        def take(saved: SavedDTensor, own: Any, path: str) -> Any:
+            return placed(saved, own, path, is_aligned=is_exact)
+
         try:
+            if isinstance(target, torch.optim.Optimizer):
+                _check_groups(name, target, state[name])
+            if has_dtensors or isinstance(target, _TRAINED):
+                state[name] = self._fitted(name, state[name], take)
             if isinstance(target, torch.nn.Module):
-                own = target.state_dict()
-                state[name] = renamed(own, state[name])
-                check_module(name, own, state[name], own_ways(target))
+                check_module(name, target.state_dict(), state[name], own_ways(target))
             elif isinstance(target, torch.optim.Optimizer):
-                _check_optimizer(name, target, state[name])
+                _check_shapes(name, target, state[name])
             elif isinstance(target, StatefulLoader):
                 target.check(name, state[name])
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except _UNFIT as error:
             raise refused(name, error) from error
+
+    def _fitted(self, name: str, saved: Any, take: Take) -> Any:
+        """Returns one object's saved state under the names that it has now, and with DTensors where it has them."""
+        target = self._objects[name]
+        if isinstance(target, torch.optim.Optimizer) and all(isinstance(key, int) for key in saved["state"]):
+            # A state that does not exist before the first step is split as its parameter is.
+            return fitted(saved, {"state": dict(enumerate(_params_of(target)))}, name, take)
+        own = target.state_dict()
+        return fitted(renamed(own, saved) if isinstance(target, torch.nn.Module) else saved, own, name, take)
 
     def _separate(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors; copies those that an object keeps and multiplies, to where PyTorch would allocate them.
@@ -440,6 +492,8 @@ def _is_elementwise(target: object) -> bool:
 
 
 _TRAINED: Final = (torch.nn.Module, torch.optim.Optimizer)
+_UNFIT: Final = (KeyError, IndexError, TypeError, AttributeError)
+"""What goes wrong where a state is none of its kind."""
 _PARTS: Final = re.compile("/%[A-Za-z_]")
 """Matches where the name of a tensor ends and that of a part of it begins."""
 _MOST_TORN: Final = 2
@@ -471,6 +525,20 @@ def check_state(name: str, target: Any) -> None:
             "snapshots, and load_weights(strict=False) takes the rest",
             *(name, ", ".join(names[:5])),
         )
+
+
+def _both(one: range | None, other: range | None) -> range | None:
+    """Returns the rows from the first of either to the last; None: all."""
+    if one is None or other is None:
+        return None
+    return range(min(one.start, other.start), max(one.stop, other.stop))
+
+
+def _is_on_some(target: object, world_size: int) -> bool:
+    """Returns whether a parameter of a module or an optimizer is a DTensor over fewer ranks than there are."""
+    params = target.parameters() if isinstance(target, torch.nn.Module) else ()
+    params = _params_of(target) if isinstance(target, torch.optim.Optimizer) else params
+    return any(is_dtensor(param) and param.device_mesh.size() < world_size for param in params)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -561,7 +629,7 @@ def _other_optimizer(name: str, optimizer: torch.optim.Optimizer, got: str) -> S
     )
 
 
-def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def _check_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     own = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in saved["param_groups"]]
     if own != theirs:
@@ -569,7 +637,10 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Mapping
             f"expected {name!r} with parameter groups of {own}, got {theirs}; "
             "build the optimizer over the same parameters in the same groups"
         )
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _check_shapes(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    params = list(_params_of(optimizer))
     for number, entry in saved["state"].items():
         for key, value in entry.items():
             is_alike = key in _SHAPED and isinstance(value, torch.Tensor)

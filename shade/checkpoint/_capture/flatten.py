@@ -25,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from shade.checkpoint._capture.sharding import Replicas, SavedDTensor, Sharding, is_dtensor, sharding_of
 from shade.errors import ConfigError, CorruptCheckpointError, StateMismatchError
 
 SPELLINGS: Final[Mapping[torch.dtype, str]] = {
@@ -89,6 +90,7 @@ def flatten(
     tied: dict[str, torch.Tensor] | None = None,
     escapes: bool = True,
     is_plain: bool = False,
+    same: Mapping[str, str] | None = None,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Flattens a state tree.
 
@@ -100,14 +102,16 @@ def flatten(
         tied: Receives the tensors that are entered under another name already, by the name that they would have alone.
         escapes: Whether names keep to what a snapshot may have: see `escape`.
         is_plain: Whether each tensor is one of bytes alone: in no order of dimensions, and made of no others.
+        same: Paths of DTensors that are others, with the paths of those: an empty part has no memory to know it by.
 
     Returns:
-        The skeleton, ready for JSON, and the tensors by name: references, of types that `SPELLINGS` has.
+        The skeleton, ready for JSON, and the tensors by name: references, of types that `SPELLINGS` has. Of a DTensor,
+        the part of this rank is among them if this rank is the one of its replicas that saves it.
 
     Raises:
         ConfigError: A part of it is of another type, or contains itself; the message names its path.
     """
-    flattener = _Flattener(rank, is_own, escapes=escapes, is_plain=is_plain)
+    flattener = _Flattener(rank, is_own, same or {}, escapes=escapes, is_plain=is_plain)
     skeleton = flattener.flatten(state, "", 0)
     if tied is not None:
         tied.update({name: tensor for name, tensor in flattener.tied.items() if name not in flattener.tensors})
@@ -124,12 +128,26 @@ def escape(key: str) -> str:
 class _Flattener:
     """One pass over a state; see `flatten`."""
 
-    def __init__(self, rank: int, is_own: Callable[[str], bool] | None, *, escapes: bool, is_plain: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        is_own: Callable[[str], bool] | None,
+        same: Mapping[str, str],
+        *,
+        escapes: bool,
+        is_plain: bool,
+    ) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.tied: dict[str, torch.Tensor] = {}
-        self._rank, self._is_own, self._is_plain = rank, is_own, is_plain
+        self._rank, self._is_own, self._same, self._is_plain = rank, is_own, same, is_plain
+        self._dtensors: dict[str, Any] = {}
+        """Nodes of DTensors, by path."""
+        self._replicas = Replicas()
+        self._saver: int | None = None
+        """Rank that saves the part of a DTensor that is being flattened."""
         self._name = _segment if escapes else _encodable
         self._names: dict[tuple[Any, ...], str] = {}
+        self._taken: set[str] = set()
         self._open: set[int] = set()
         self._containers: dict[type, Callable[[Any, str, int], Any]] = {
             dict: self._dict,
@@ -159,7 +177,7 @@ class _Flattener:
         is_wrapper = _is_wrapper(kind) and not (self._is_plain or value.is_nested)
         container = self._wrapper if is_wrapper else self._containers.get(kind)
         if container is None:
-            return _scalar(value, path)
+            return self._dtensor(value, path, depth) if is_dtensor(value) else _scalar(value, path)
         if id(value) in self._open:
             raise ConfigError.of(f"a state without cycles at {path!r}", kind.__name__, "take out what contains itself")
         if depth == MAX_DEPTH:
@@ -231,6 +249,20 @@ class _Flattener:
         others = [names, parts, self.flatten(context, f"{path}/%context", depth)]
         return {"wrapper": [kind.__module__, kind.__qualname__, *others, list(value.shape), list(value.stride())]}
 
+    def _dtensor(self, value: Any, path: str, depth: int) -> Any:
+        """Returns how a DTensor is sharded, and its part as every rank names it: without the rank."""
+        known = self._dtensors.get(self._same.get(path, path))
+        if known is None:
+            sharding, coordinate = sharding_of(value, path)
+            replica = self._replicas.take(sharding, value.itemsize)
+            self._saver = sharding.rank_of(sharding.part_at(coordinate), replica)
+            with torch.no_grad():
+                part = self.flatten(value.to_local(), path, depth + 1)
+            self._saver = None
+            known = {"dtensor": [part, list(value.stride()), replica, *sharding.to_content()]}
+        self._dtensors[path] = known
+        return known
+
     # ── leaves ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
@@ -256,20 +288,23 @@ class _Flattener:
     def _put(self, tensor: torch.Tensor, path: str) -> str:
         """Enters a tensor and returns its name; the same memory, seen the same way, keeps the name that it has."""
         own = self._is_own is not None and self._is_own(path)
-        address = tensor.data_ptr()
+        saver = self._saver if self._saver is not None else self._rank if own else None
+        address = 0 if self._saver is not None else tensor.data_ptr()
         same = (address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device, own)
         if address and same in self._names:
             self.tied[path] = tensor
             return self._names[same]
         stem = path if path and path != "__metadata__" else "%"
-        name = own_name(stem, self._rank) if own else stem
-        while name in self.tensors:  # keys 1 and "1"
+        name = stem if saver is None else own_name(stem, saver)
+        while name in self._taken:  # keys 1 and "1"
             stem += "%"
-            name = own_name(stem, self._rank) if own else stem
-        self.tensors[name] = tensor
+            name = stem if saver is None else own_name(stem, saver)
+        self._taken.add(name)
+        if saver is None or saver == self._rank:
+            self.tensors[name] = tensor
         if address:
             self._names[same] = name
-        return name
+        return name if self._saver is None else stem
 
     def _array(self, value: np.ndarray[Any, Any], path: str) -> Any:
         spelling = value.dtype.str
@@ -494,6 +529,22 @@ class _Unflattener:
         except Exception as error:
             raise CorruptCheckpointError(f"expected a tensor that {name} takes, got one that fails: {error}") from error
 
+    def dtensor(self, content: Any, depth: int) -> SavedDTensor:
+        part, stride, replica, *others = _list(content, 7)
+        sharding = Sharding.of_content(others)
+        is_strided = len(_sizes(stride)) == len(sharding.shape)
+        _expect(content, is_strided and _sizes([replica])[0] < sharding.num_replicas, "the sharding of a tensor")
+        stems = tensors_in(part)
+
+        def tensor_at(rank: int) -> torch.Tensor:
+            named = {stem: self._tensors.get(own_name(stem, rank)) for stem in stems}
+            there = {stem: tensor for stem, tensor in named.items() if tensor is not None}
+            return _Unflattener(there).tensor(part, depth)
+
+        return SavedDTensor(
+            sharding, tuple(stride), replica, lambda rank: [own_name(stem, rank) for stem in stems], tensor_at
+        )
+
     def tensor(self, node: Any, depth: int) -> torch.Tensor:
         made: torch.Tensor = self.unflatten(node, depth)
         _expect(made, isinstance(made, torch.Tensor), "a tensor")
@@ -586,6 +637,7 @@ _MAKERS: Final[dict[str, Callable[[_Unflattener, Any, int], Any]]] = {
     "viewed": _Unflattener.viewed,
     "ordered": _Unflattener.ordered,
     "wrapper": _Unflattener.wrapper,
+    "dtensor": _Unflattener.dtensor,
     "array": _Unflattener.array,
     "raw_array": _Unflattener.raw_array,
     "scalar": lambda unflattener, content, depth: _scalar_of(content),
@@ -627,6 +679,14 @@ def tensors_in(tree: Any) -> set[str]:
         elif isinstance(node, dict):
             left.extend(node.values())
     return found
+
+
+def parts_in(tree: Any, rank: int) -> set[str]:
+    """Returns the names of the parts of DTensors in a tree that a rank has saved, if it has saved any of them."""
+    if isinstance(tree, dict) and tree.keys() == {"dtensor"}:
+        return {own_name(stem, rank) for stem in tensors_in(tree["dtensor"][0])}
+    nodes = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return {name for node in nodes if isinstance(node, dict | list) for name in parts_in(node, rank)}
 
 
 def viewed_in(tree: Any) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from shade.checkpoint._capture.sharding import is_dtensor
 from shade.errors import StateMismatchError
 
 _CURE: Final = "build the model as it was saved; shade.checkpoint.load_weights(…, strict=False) takes what fits"
@@ -71,8 +72,18 @@ def own_ways(module: torch.nn.Module) -> tuple[str, ...] | None:
 
 def _loads_plainly(part: torch.nn.Module) -> bool:
     """Whether a part of a module loads its own state as PyTorch's own do, and nothing else happens."""
-    hooks = part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks
+    hooks = has_pre_hooks(part) or not all(map(_is_of_fsdp, part._load_state_dict_post_hooks.values()))
     return not hooks and all(is_torchs(part, method) for method in ("_load_from_state_dict", "set_extra_state"))
+
+
+def has_pre_hooks(part: torch.nn.Module) -> bool:
+    """Returns whether functions of others than `fully_shard` see a state before a part of a module loads it."""
+    return not all(_is_of_fsdp(hook.hook) for hook in part._load_state_dict_pre_hooks.values())
+
+
+def _is_of_fsdp(hook: Callable[..., Any]) -> bool:
+    # They put the shards in the place of the whole parameters, and nothing else.
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
 
 
 def untaken(module: torch.nn.Module, own: Mapping[str, Any]) -> list[str]:
@@ -90,7 +101,7 @@ def untaken(module: torch.nn.Module, own: Mapping[str, Any]) -> list[str]:
 def loads_all_plainly(module: torch.nn.Module) -> bool:
     """Whether a module takes any state that `check_module` accepts, as PyTorch's own do."""
     own = module.state_dict() if own_ways(module) == () else {}
-    is_plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in own.values())
+    is_plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) or is_dtensor(each) for each in own.values())
     return own_ways(module) == () and is_plain and not untaken(module, own)
 
 

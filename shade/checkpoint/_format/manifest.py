@@ -180,14 +180,21 @@ class Manifest:
 
         Raises StateMismatchError if the shard has no such tensor.
         """
-        wanted: set[int] = set()
+        spans = []
         for name in names:
             entry = self.tensors.get(name)
             if entry is None:
                 expected = f"a tensor of the {len(self.tensors)} that rank {self.rank} saved"
                 raise StateMismatchError.of(expected, name, "ask another rank's shard")
-            if entry.start < entry.stop:
-                wanted.update(range(entry.start // self.chunk_bytes, (entry.stop - 1) // self.chunk_bytes + 1))
+            spans.append(range(entry.start, entry.stop))
+        return self.chunks_between(spans)
+
+    def chunks_between(self, spans: Iterable[range]) -> list[int]:
+        """Returns the numbers of the chunks that hold some bytes of the shard, ascending, each once."""
+        wanted: set[int] = set()
+        for span in spans:
+            if span:
+                wanted.update(range(span.start // self.chunk_bytes, (span.stop - 1) // self.chunk_bytes + 1))
         return sorted(wanted)
 
     @cached_property

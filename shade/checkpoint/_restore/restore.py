@@ -2,7 +2,8 @@
 
 Ranks see different snapshots, so they exchange their lists and try from the newest down; one that is damaged beyond
 repair on any rank is given up by all. A shard that every rank has in the memory of its machine is read by each, any
-other by one rank, which broadcasts it. The world size may change: rank r restores the tree of the old rank r mod W.
+other by one rank, which broadcasts it. Parts of DTensors are read by the ranks that need them, if they reach them. The
+world size may change: rank r restores the tree of the old rank r mod W.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from shade.checkpoint._buffer.copy_and_compare import copy_bytes
 from shade.checkpoint._capture.app_state import AppState, refused
-from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
+from shade.checkpoint._capture.flatten import part_of, parts_in, tensors_in, torch_dtype
 from shade.checkpoint._capture.module_state import (
     check_module,
     loads_all_plainly,
@@ -50,6 +51,9 @@ _TRIES: Final = 10
 
 _PIECE_BYTES: Final = 16 * 2**20
 """Bytes that a thread copies at a time."""
+
+Needed = Mapping[str, range | None]
+"""Tensors that a rank needs, by name, and the rows of each; None: all."""
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -186,7 +190,8 @@ def read_newest(
     group: RankGroup,
     only: Collection[str] | None = None,
     step: int | None = None,
-    borrowable: Callable[[Any], Set[str]] = lambda tree: frozenset(),
+    borrowable: Callable[[Any, int], Set[str]] = lambda tree, rank: frozenset(),
+    needed: Callable[[Any, Mapping[str, torch.Tensor], Collection[str] | None], Needed] | None = None,
 ) -> ReadSnapshot | None:
     """Reads the newest intact snapshot. Collective.
 
@@ -195,8 +200,10 @@ def read_newest(
         group: The ranks.
         only: Names of attached objects to read, the same on every rank; None for all.
         step: Reads only this step; None for the newest.
-        borrowable: Returns the names of a tree's tensors that are copied onwards and then not used: they may lie in
-            shared memory, which the next save overwrites.
+        borrowable: Returns the names of a rank's tensors, which its tree is given for, that are copied onwards and then
+            not used: they may lie in shared memory, which the next save overwrites.
+        needed: Returns which parts of DTensors this rank needs, given its tree, all tensors by name, of which those
+            parts have not been read yet, and ``only``; None: all of them.
 
     Returns:
         Its content; None if no tier has a snapshot, or none of that step.
@@ -230,7 +237,8 @@ def read_newest(
         logger.error("%s; continuing with the other snapshots", "; ".join(unreadable))
     reasons = []
     for record in candidates:
-        attempt = _Attempt(reader, group, here.get(record.digest, Snapshot(record, ())), only, newest, borrowable)
+        snapshot = here.get(record.digest, Snapshot(record, ()))
+        attempt = _Attempt(reader, group, snapshot, only, newest, borrowable, needed)
         try:
             return attempt.run()
         except CorruptCheckpointError as error:
@@ -267,10 +275,11 @@ class _Attempt:
         snapshot: Snapshot,
         only: Collection[str] | None,
         newest_sequence: int,
-        borrowable: Callable[[Any], Set[str]],
+        borrowable: Callable[[Any, int], Set[str]],
+        needed: Callable[[Any, Mapping[str, torch.Tensor], Collection[str] | None], Needed] | None,
     ) -> None:
         self._reader, self._group, self._snapshot, self._only = reader, group, snapshot, only
-        self._newest_sequence, self._borrowable = newest_sequence, borrowable
+        self._newest_sequence, self._borrowable, self._needed = newest_sequence, borrowable, needed
         self._tiers: dict[str, None] = {}
 
     def run(self) -> ReadSnapshot:
@@ -278,6 +287,7 @@ class _Attempt:
         near = group.gather([self._is_near(rank) for rank in range(record.world_size)])
         ranks_with_source = [rank for rank, sees in enumerate(group.gather(bool(self._snapshot.sources))) if sees]
         result = ReadSnapshot(record, [], self._snapshot.sources, None, {}, self._newest_sequence, [])
+        sources: list[tuple[int, bool]] = []
         for shard in range(record.world_size):
             ranks_near = [rank for rank in range(group.world_size) if near[rank][shard]]
             if len(ranks_near) == group.world_size:
@@ -286,18 +296,45 @@ class _Attempt:
                 source = ranks_near[0] if ranks_near else ranks_with_source[shard % len(ranks_with_source)]
                 manifest, arena = self._read_on_one_rank(shard, source, is_near=bool(ranks_near))
                 borrowed = {}
+            sources.append(((ranks_near or ranks_with_source)[0], bool(ranks_near)))
             if shard == group.rank % record.world_size:
                 result.tree = part_of(manifest.tree, self._only)
-            wanted = self._entries(manifest)
+            wanted = self._entries(manifest, with_parts=True)
             result.tensors |= borrowed | arena.tensors({name: wanted[name] for name in wanted.keys() - borrowed.keys()})
             result.arenas.append((arena, manifest))
             result.trees.append(part_of(manifest.tree, self._only))
             items = manifest.bounds.items()  # a bound of 0: the lossy codec was exact after all
             result.bounds |= {name: bound for name, bound in items if name in wanted and bound.max_abs > 0}
+        if self._needed is not None:
+            self._read_parts(result, self._needed(result.tree, result.tensors, self._only), sources)
         if result.bounds and group.rank == 0:
             logger.warning("step %d comes back with loss: %s", record.step, describe_loss(result.bounds))
         result.tiers = list(dict.fromkeys(name for names in group.gather(list(self._tiers)) for name in names))
         return result
+
+    def _read_parts(self, result: ReadSnapshot, needed: Needed, sources: Sequence[tuple[int, bool]]) -> None:
+        """Reads the parts of DTensors that this rank needs; what it does not reach, the first rank that does sends."""
+        missing: dict[str, list[int]] = {}
+        for shard, (arena, manifest) in enumerate(result.arenas):
+            spans = _spans(manifest, needed)
+            if not spans:
+                continue
+            numbers = manifest.chunks_between(spans.values())
+            try:
+                mapped = self._reader.in_place(self._snapshot, manifest, numbers)
+                if mapped is None:
+                    fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, numbers))
+                else:
+                    borrowable = self._borrowable(manifest.tree, shard) & spans.keys()
+                    result.tensors |= tensors_at(mapped, {name: manifest.tensors[name] for name in borrowable})
+                    own = [manifest.tensors[name] for name in spans.keys() - borrowable]
+                    arena.copy_from(torch.frombuffer(mapped, dtype=torch.uint8), own)
+                self._note(is_near=mapped is not None)
+            except (CheckpointError, StoreError, StorageError):
+                missing[str(shard)] = numbers
+        for shard, numbers in _all_of(self._group.gather(missing)).items():
+            arena, manifest = result.arenas[shard]
+            self._send(manifest, arena, numbers, *sources[shard])
 
     def _is_near(self, rank: int) -> bool:
         """Returns whether this machine's memory has a rank's shard; its chunks may still be damaged."""
@@ -321,7 +358,7 @@ class _Attempt:
                 fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, numbers))
             else:
                 data = torch.frombuffer(mapped, dtype=torch.uint8)
-                borrowable = self._borrowable(manifest.tree)
+                borrowable = self._borrowable(manifest.tree, shard)
                 borrowed = tensors_at(mapped, {name: entry for name, entry in wanted.items() if name in borrowable})
                 arena.copy_from(data, (wanted[name] for name in wanted.keys() - borrowed.keys()))
         except (CheckpointError, StoreError, StorageError) as error:
@@ -346,9 +383,14 @@ class _Attempt:
         content = self._group.gather(content)[source]
         manifest = Manifest.parse(content.encode(), self._snapshot.record.manifests[shard])
         arena = Arena(manifest.num_bytes)
-        numbers = manifest.chunks_of(self._entries(manifest))
+        self._send(manifest, arena, manifest.chunks_of(self._entries(manifest)), source, is_near)
+        return manifest, arena
+
+    def _send(self, manifest: Manifest, arena: Arena, numbers: Sequence[int], source: int, is_near: bool) -> None:
+        """Reads chunks on one rank, and broadcasts them in batches."""
+        mine = self._group.rank == source
         for first in range(0, len(numbers), _BATCH):
-            batch = numbers[first : first + _BATCH]
+            batch, failure = numbers[first : first + _BATCH], None
             try:
                 if mine:
                     fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, batch))
@@ -360,21 +402,41 @@ class _Attempt:
                 self._group.broadcast(arena.tensor[start : start + manifest.chunk_bytes], source)
         if mine:
             self._note(is_near=is_near)
-        return manifest, arena
 
     def _check(self, failure: str | None) -> None:
         reason = next(filter(None, self._group.gather(failure)), None)
         if reason is not None:
             raise CorruptCheckpointError(reason)
 
-    def _entries(self, manifest: Manifest) -> dict[str, TensorEntry]:
-        """Returns the tensors of a shard that are wanted."""
-        named = manifest.tensors if self._only is None else tensors_in(part_of(manifest.tree, self._only))
-        return {name: entry for name, entry in manifest.tensors.items() if name in named}
+    def _entries(self, manifest: Manifest, *, with_parts: bool = False) -> dict[str, TensorEntry]:
+        """Returns the tensors of a shard that every rank wants, and perhaps those that `_read_parts` reads."""
+        tree = part_of(manifest.tree, self._only)
+        parts = parts_in(tree, manifest.rank)
+        named = manifest.tensors if self._only is None else tensors_in(tree) | parts
+        left_out = set() if with_parts or self._needed is None else parts
+        return {name: entry for name, entry in manifest.tensors.items() if name in named and name not in left_out}
 
     def _note(self, *, is_near: bool) -> None:
         near = [source for source in self._snapshot.sources if source.tier.every_rank_commits == is_near]
         self._tiers[(near or self._snapshot.sources)[0].tier.name] = None
+
+
+def _spans(manifest: Manifest, needed: Needed) -> dict[str, range]:
+    """Returns the bytes of a shard that are needed, by tensor."""
+    spans: dict[str, range] = {}
+    for name in needed.keys() & manifest.tensors.keys():
+        entry, rows = manifest.tensors[name], needed[name]
+        if entry.start < entry.stop:
+            row = 0 if rows is None else (entry.stop - entry.start) // entry.shape[0]
+            whole = range(entry.start, entry.stop)
+            spans[name] = whole if rows is None else whole[rows.start * row : rows.stop * row]
+    return spans
+
+
+def _all_of(missing: Sequence[Mapping[str, Sequence[int]]]) -> dict[int, list[int]]:
+    """Returns the chunks that some rank misses, by shard."""
+    shards = sorted({int(shard) for each in missing for shard in each})
+    return {shard: sorted({number for each in missing for number in each.get(str(shard), ())}) for shard in shards}
 
 
 def describe_loss(bounds: Mapping[str, Bound]) -> str:
@@ -443,7 +505,7 @@ def restore_app_state(
     releases the memory that it was read into. Collective. Returns the result, and the snapshot; None if there is
     none. Raises CheckpointError as `read_newest` and `AppState.load` do; nothing was changed."""
     begun = time.monotonic()
-    found = read_newest(reader, group, only, step, contents.forgettable)
+    found = read_newest(reader, group, only, step, contents.forgettable, contents.needed)
     if found is None:
         return Restored(0, 0), None
     record = found.record
@@ -459,7 +521,7 @@ def restore_app_state(
         names.remove("random")
     contents.load(found.tree, found.tensors, names, found.trees, lambda failure: _agree(group, failure))
     for arena, manifest in found.arenas:
-        forgettable = contents.forgettable(manifest.tree)
+        forgettable = contents.forgettable(manifest.tree, manifest.rank)
         for name, entry in manifest.tensors.items():
             if name in forgettable:
                 arena.release_pages(entry.start, entry.stop)

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from shade.checkpoint._capture.app_state import Agree, AppState, CapturedState, RandomState, agreed
-from shade.checkpoint._capture.flatten import flatten, unflatten
+from shade.checkpoint._capture.flatten import flatten, parts_in, unflatten
 from shade.checkpoint._capture.layout import bytes_of
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._session.checkpointer import Checkpointer
@@ -56,6 +56,9 @@ class StateDictState(AppState):
         failure: ConfigError | None = None
         try:
             tree, tensors = flatten(state, rank=rank)
+            if parts := parts_in(tree, rank):
+                cure = "attach the model and the optimizer to a Checkpointer"
+                raise ConfigError.of("plain tensors in a state that is passed", f"a DTensor: {min(parts)}", cure)
         except ConfigError as error:
             failure = error
         if world_size > 1:
@@ -83,7 +86,7 @@ class StateDictState(AppState):
         return found if type(found) is int else 0
 
     @override
-    def forgettable(self, tree: Any) -> Set[str]:
+    def forgettable(self, tree: Any, rank: int) -> Set[str]:
         # The state that is read is the state that the caller gets, so no memory of it may be released.
         return set()
 

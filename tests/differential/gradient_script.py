@@ -158,8 +158,8 @@ def tidy(script: Script) -> Script:
         changed["local_size"] = script.ranks
     if script.passes == 1 and script.place in ("first outside", "outside"):
         changed["place"] = "last outside"
-        if script.clips_own:  # what a scaler has scaled, it would clip so; and what is infinite, to zero
-            changed |= {"scaler": "", "infinite": ()}
+    if script.clips_own:  # what a scaler has scaled would be clipped so, and what is infinite, to zero
+        changed |= {"scaler": "", "infinite": ()}
     kept = {step: kind for step, kind in sorted(script.events) if step < script.steps and kind in EVENTS}
     left_out = set() if script.conv else {"memory format"}
     if script.face == "hook":  # DDP itself leaves these to each rank alone

@@ -339,6 +339,8 @@ def damage(script: Script, place: Path, run: str) -> None:
 
 def _check_restored(training: Training, plain: Undisturbed, step: int) -> None:
     _expect_same(f"state after a restore of step {step}", compared(state_of(training)), compared(plain.states[step]))
+    if training.script.model == "fsdp2":  # whose parts are no tensors of PyTorch's own
+        return
     found, expected = shared(training), plain.shared[step]
     within = {pair for pair in expected if pair[0].split("/")[1] == pair[1].split("/")[1]}  # others load by themselves
     if found - expected or within - found:
@@ -363,7 +365,6 @@ NAMED: Mapping[str, str] = {
 """What the second process builds otherwise, and a part of the refusal that says so."""
 
 REFUSALS: Mapping[str, str] = {
-    "shade.checkpoint.dcp": "sharded state without DCP",
     "to have a state": "an attached object without a state",
     "expected dicts, lists, numbers": "a value that no snapshot can hold",
 }

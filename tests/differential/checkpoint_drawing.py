@@ -135,7 +135,7 @@ def _together(script: Script, draw: st.DrawFn) -> Script:
 
 
 def _sharded(script: Script, draw: st.DrawFn) -> Script:
-    """Returns what DCP takes: it has no tiers, strategies or refusals of ours."""
+    """Returns what a sharded model takes: through DCP, without strategies of ours and their like."""
     plain = {each.name: each.default for each in fields(Script)}
     kept = ("model", "num_groups", "keep", "every", "waits", "num_steps", "end_step", "end", "restores", "seed")
     drawn = {name: getattr(script, name) for name in kept} | {
@@ -147,6 +147,9 @@ def _sharded(script: Script, draw: st.DrawFn) -> Script:
         "tier": draw(st.sampled_from(("storage", "storage", "store"))),
         "num_ranks": 2,
     }
+    if not drawn["saver"]:
+        ours = ("tier", "strategy", "codec", "keyframe_every", "copies_late", "saves_twice", "loses_machine")
+        drawn |= {name: getattr(script, name) for name in ours}
     return replace(script, **(plain | drawn))
 
 

@@ -21,7 +21,6 @@ REFUSED = frozenset(
         "another model",
         "another optimizer",
         "another shape",
-        "sharded state without DCP",
     }
 )
 QUICK = ("restored tensors are views of one buffer", "buffers are not restored", "verify accepts damage")

@@ -102,7 +102,7 @@ def test_follows_a_slot_while_it_moves_and_after(cluster: LocalCluster, store: C
             server.ask("CLUSTER", "SETSLOT", slot, "NODE", target_id)
     assert store.get_many([newcomer, name]) == [b"born on the way", b"before"]  # MOVED
     assert store.delete_many([newcomer, name]) == [15, 6]
-    # Only who imports a slot takes a newer epoch with it: without one, an older message of the other node undoes the move.
+    # Who imports a slot takes a newer epoch with it. Without one, an older message of the other node undoes the move.
     source.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", target_id)
     for server in (source, target, cluster.servers[2]):
         server.ask("CLUSTER", "SETSLOT", slot, "NODE", source_id)

@@ -203,6 +203,8 @@ def make(node: Any, tensors: dict[str, np.ndarray[Any, Any]]) -> Any:
         return make(content[1], tensors)
     if kind == "wrapper":
         return [*content[:2], *make(content[3], tensors)]
+    if kind == "dtensor":
+        return split(content, tensors)
     if kind == "raw_array":
         return np.frombuffer(tensors[content[2]].tobytes(), content[0]).reshape(content[1])
     if kind == "scalar":
@@ -224,3 +226,34 @@ def make(node: Any, tensors: dict[str, np.ndarray[Any, Any]]) -> Any:
     if kind == "float":
         return struct.unpack(">d", bytes.fromhex(content))[0]
     raise AssertionError(f"docs/format.md has no {kind}")
+
+
+def split(content: list[Any], tensors: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """§6, DTensors whose part is a plain tensor."""
+    part, _, n, shape, mesh, ranks, placements = content
+    name = part["tensor"]
+    places = list(np.ndindex(*mesh))
+    numbers = ranks.get("ranks") or [ranks["first"] + int(np.dot(place, ranks["strides"])) for place in places]
+    made: Any = None
+    for place, rank in zip(places, numbers, strict=True):
+        replica = 0
+        for at, size, each in zip(place, mesh, placements, strict=True):
+            replica = replica if each is not None else replica * size + at
+        if replica != n:
+            continue
+        held = [list(range(size)) for size in shape]
+        for at, size, each in zip(place, mesh, placements, strict=True):
+            if each is not None:
+                dim, factor = each
+                held[dim] = [index for run in runs(held[dim], factor) for index in runs(run, size)[at]]
+        mine = tensors[f"{name}@rank{rank}"]
+        made = np.zeros(shape, mine.dtype) if made is None else made
+        for at_part in np.ndindex(*mine.shape):
+            made[tuple(held[dim][at] for dim, at in enumerate(at_part))] = mine[at_part]
+    return np.asarray(made)
+
+
+def runs(indices: list[int], count: int) -> list[list[int]]:
+    """§6."""
+    length = -(-len(indices) // count)
+    return [indices[number * length : (number + 1) * length] for number in range(count)]

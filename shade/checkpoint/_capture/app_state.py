@@ -275,12 +275,15 @@ class AppState:
     def needed(
         self, tree: Any, tensors: Mapping[str, torch.Tensor], only: Collection[str] | None
     ) -> dict[str, range | None]:
-        """Returns which parts of a tree's DTensors this rank needs: names of tensors, and the rows of each; None: all.
+        """Returns which parts of a tree's DTensors this rank needs.
 
         Args:
             tree: The skeleton of the state that will be loaded.
             tensors: All tensors that it names; parts of DTensors need not be read yet.
             only: Names of the objects that will be loaded; None: all.
+
+        Returns:
+            Names of tensors, and the rows of each; None: all.
         """
         found: dict[str, range | None] = {}
 
@@ -295,12 +298,12 @@ class AppState:
             state = unflatten(part_of(tree, only), tensors)
             for name in state.keys() & self._objects.keys():
                 with contextlib.suppress(*_UNFIT):
-                    self._fitted(name, state[name], note)
+                    self._fitted(name, state[name], note, has_dtensors=True)
         return found
 
-    def left_out(self, tree: Any) -> list[str]:
-        """Returns the names in a tree that nothing attached takes."""
-        return sorted(str(name) for name in part_of(tree, None)["dict"][0] if name not in self._objects)
+    def left_out(self, tree: Any, attached: Collection[str]) -> list[str]:
+        """Returns the names in a tree that nothing attached on any rank takes."""
+        return sorted(str(name) for name in part_of(tree, None)["dict"][0] if name not in attached)
 
     def load(
         self,
@@ -367,7 +370,7 @@ class AppState:
             if isinstance(target, torch.optim.Optimizer):
                 _check_groups(name, target, state[name])
             if has_dtensors or isinstance(target, _TRAINED):
-                state[name] = self._fitted(name, state[name], take)
+                state[name] = self._fitted(name, state[name], take, has_dtensors=has_dtensors)
             if isinstance(target, torch.nn.Module):
                 check_module(name, target.state_dict(), state[name], own_ways(target))
             elif isinstance(target, torch.optim.Optimizer):
@@ -377,14 +380,16 @@ class AppState:
         except _UNFIT as error:
             raise refused(name, error) from error
 
-    def _fitted(self, name: str, saved: Any, take: Take) -> Any:
+    def _fitted(self, name: str, saved: Any, take: Take, *, has_dtensors: bool) -> Any:
         """Returns one object's saved state under the names that it has now, and with DTensors where it has them."""
         target = self._objects[name]
         if isinstance(target, torch.optim.Optimizer) and all(isinstance(key, int) for key in saved["state"]):
             # A state that does not exist before the first step is split as its parameter is.
-            return fitted(saved, {"state": dict(enumerate(_params_of(target)))}, name, take)
+            params = dict(enumerate(_params_of(target)))
+            return fitted(saved, {"state": params}, name, take) if has_dtensors or _are_split(params) else saved
         own = target.state_dict()
-        return fitted(renamed(own, saved) if isinstance(target, torch.nn.Module) else saved, own, name, take)
+        saved = renamed(own, saved) if isinstance(target, torch.nn.Module) else saved
+        return fitted(saved, own, name, take) if has_dtensors or _are_split(own) else saved
 
     def _separate(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors; copies those that an object keeps and multiplies, to where PyTorch would allocate them.
@@ -505,8 +510,12 @@ def check_state(name: str, target: Any) -> None:
         raise ConfigError.of(
             f"{name!r} to have its whole state on every rank, or each rank's own",
             f"{type(target).__name__}, which collects it on one",
-            "use the optimizer that it wraps, or shard with fully_shard and save with shade.checkpoint.dcp",
+            "use the optimizer that it wraps, or shard with fully_shard",
         )
+    parts = target.modules() if isinstance(target, torch.nn.Module) else ()
+    if any(type(part).__module__.startswith("torch.distributed.fsdp.fully_sharded") for part in parts):
+        got = "FullyShardedDataParallel, whose optimizer has flat parts of them"
+        raise ConfigError.of(f"parameters of {name!r} that keep their names and shapes", got, "shard with fully_shard")
     tensors = [*target.parameters(), *target.buffers()] if isinstance(target, torch.nn.Module) else []
     if isinstance(target, torch.optim.Optimizer) and not steppers(target):
         kind = type(target).__name__
@@ -534,11 +543,19 @@ def _both(one: range | None, other: range | None) -> range | None:
     return range(min(one.start, other.start), max(one.stop, other.stop))
 
 
+def _are_split(own: Mapping[Any, Any]) -> bool:
+    """Returns whether a value is a DTensor."""
+    return any(type(each) not in (torch.Tensor, torch.nn.Parameter) and is_dtensor(each) for each in own.values())
+
+
 def _is_on_some(target: object, world_size: int) -> bool:
     """Returns whether a parameter of a module or an optimizer is a DTensor over fewer ranks than there are."""
-    params = target.parameters() if isinstance(target, torch.nn.Module) else ()
-    params = _params_of(target) if isinstance(target, torch.optim.Optimizer) else params
-    return any(is_dtensor(param) and param.device_mesh.size() < world_size for param in params)
+    if isinstance(target, torch.optim.Optimizer):
+        params = _params_of(target)
+    else:
+        params = target.parameters() if isinstance(target, torch.nn.Module) else iter(())
+    split = (param for param in params if type(param) is not torch.nn.Parameter and is_dtensor(param))
+    return any(param.device_mesh.size() < world_size for param in split)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -142,7 +142,7 @@ class _Flattener:
         self._rank, self._is_own, self._same, self._is_plain = rank, is_own, same, is_plain
         self._dtensors: dict[str, Any] = {}
         """Nodes of DTensors, by path."""
-        self._replicas = Replicas()
+        self._replicas: Replicas | None = None
         self._saver: int | None = None
         """Rank that saves the part of a DTensor that is being flattened."""
         self._name = _segment if escapes else _encodable
@@ -177,7 +177,8 @@ class _Flattener:
         is_wrapper = _is_wrapper(kind) and not (self._is_plain or value.is_nested)
         container = self._wrapper if is_wrapper else self._containers.get(kind)
         if container is None:
-            return self._dtensor(value, path, depth) if is_dtensor(value) else _scalar(value, path)
+            is_split = issubclass(kind, torch.Tensor) and is_dtensor(value)
+            return self._dtensor(value, path, depth) if is_split else _scalar(value, path)
         if id(value) in self._open:
             raise ConfigError.of(f"a state without cycles at {path!r}", kind.__name__, "take out what contains itself")
         if depth == MAX_DEPTH:
@@ -254,6 +255,7 @@ class _Flattener:
         known = self._dtensors.get(self._same.get(path, path))
         if known is None:
             sharding, coordinate = sharding_of(value, path)
+            self._replicas = self._replicas or Replicas()
             replica = self._replicas.take(sharding, value.itemsize)
             self._saver = sharding.rank_of(sharding.part_at(coordinate), replica)
             with torch.no_grad():
@@ -406,7 +408,7 @@ def _unknown(value: Any, path: str) -> ConfigError:
     if isinstance(value, torch.Tensor):
         sharded = kind.__module__.startswith("torch.distributed")
         cure = (
-            "save sharded state through torch.distributed.checkpoint with shade.checkpoint.dcp"
+            "shard with fully_shard, or save through torch.distributed.checkpoint with shade.checkpoint.dcp"
             if sharded
             else "save plain tensors that it can be made of again"
         )
@@ -664,6 +666,18 @@ def part_of(tree: Any, only: Collection[str] | None) -> Any:
             f"expected a tree of attached objects, got one whose root fails: {error}"
         ) from error
     return {"dict": [[name for name, _ in kept], [thing for _, thing in kept]]}
+
+
+def completed(tree: Any, others: Iterable[Any]) -> Any:
+    """Returns a tree with the attached objects that it lacks, from the first of other trees that has each: a pipeline's
+    stages, which few ranks have."""
+    names, things = (list(each) for each in tree["dict"])
+    for other in others:
+        for name, thing in zip(*part_of(other, None)["dict"], strict=True):
+            if name not in names:
+                names.append(name)
+                things.append(thing)
+    return {"dict": [names, things]}
 
 
 def tensors_in(tree: Any) -> set[str]:

@@ -78,7 +78,8 @@ def _loads_plainly(part: torch.nn.Module) -> bool:
 
 def has_pre_hooks(part: torch.nn.Module) -> bool:
     """Returns whether functions of others than `fully_shard` see a state before a part of a module loads it."""
-    return not all(_is_of_fsdp(hook.hook) for hook in part._load_state_dict_pre_hooks.values())
+    hooks: Any = part._load_state_dict_pre_hooks
+    return not all(_is_of_fsdp(hook.hook) for hook in hooks.values())
 
 
 def _is_of_fsdp(hook: Callable[..., Any]) -> bool:
@@ -101,7 +102,8 @@ def untaken(module: torch.nn.Module, own: Mapping[str, Any]) -> list[str]:
 def loads_all_plainly(module: torch.nn.Module) -> bool:
     """Whether a module takes any state that `check_module` accepts, as PyTorch's own do."""
     own = module.state_dict() if own_ways(module) == () else {}
-    is_plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) or is_dtensor(each) for each in own.values())
+    plain = (torch.Tensor, torch.nn.Parameter)
+    is_plain = all(type(each) in plain or is_dtensor(each) for each in own.values())
     return own_ways(module) == () and is_plain and not untaken(module, own)
 
 

@@ -65,9 +65,8 @@ class Sharding:
     def rank_of(self, part: Sequence[int], replica: int) -> int:
         """Returns the rank that holds a part as its ``replica``-th."""
         number, weight = 0, 1
-        for size, placement, place in zip(
-            reversed(self.mesh_shape), reversed(self.placements), reversed(part), strict=True
-        ):
+        dims = zip(self.mesh_shape, self.placements, part, strict=True)
+        for size, placement, place in reversed([*dims]):
             if placement is None:
                 replica, place = divmod(replica, size)
             number += place * weight
@@ -168,11 +167,15 @@ def _chunks(index: Index, count: int) -> list[Index]:
     return [index] if count == 1 else [_chunk(index, count, number) for number in range(count)]
 
 
+def _array(index: Index) -> npt.NDArray[np.int64]:
+    return np.asarray(index, dtype=np.int64)
+
+
 def _joined(parts: Sequence[Index]) -> Index:
     parts = [part for part in parts if len(part)] or parts[:1]
     if len(parts) == 1:
         return parts[0]
-    together = np.concatenate([np.asarray(part) for part in parts])
+    together = np.concatenate([_array(part) for part in parts])
     return range(int(together[0]), int(together[-1]) + 1) if np.all(np.diff(together) == 1) else together
 
 
@@ -190,7 +193,7 @@ def _common(held: Index, wanted: Index) -> tuple[Index, Index] | None:
         if first >= last:
             return None
         return range(first - held.start, last - held.start), range(first - wanted.start, last - wanted.start)
-    found, here, there = np.intersect1d(np.asarray(held), np.asarray(wanted), assume_unique=True, return_indices=True)
+    found, here, there = np.intersect1d(_array(held), _array(wanted), assume_unique=True, return_indices=True)
     return (here, there) if len(found) else None
 
 
@@ -210,21 +213,19 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _at(tensor: torch.Tensor, index: Region) -> Any:
     """Returns what selects a region of a tensor."""
-    if all(isinstance(each, range) for each in index):
-        return tuple(slice(each[0], each[-1] + 1) for each in index)
-    return tuple(torch.from_numpy(each) for each in np.ix_(*map(np.asarray, index)))
+    spans = [slice(each.start, each.stop) for each in index if isinstance(each, range)]
+    if len(spans) == len(index):
+        return tuple(spans)
+    return tuple(torch.from_numpy(each) for each in np.ix_(*map(_array, index)))
 
 
 # ── the live tensor ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def sharding_of(tensor: Any, path: str) -> tuple[Sharding, tuple[int, ...]]:
-    """Returns how a DTensor is sharded, and this rank's coordinate in its mesh.
-
-    Raises:
-        ConfigError: It waits for a reduction, its shards are applied in an order of their own, or this rank's part is
-            not the one that its placements say, as where uneven dimensions are split twice.
-    """
+    """Returns how a DTensor is sharded, and this rank's coordinate in its mesh. Raises `ConfigError` if it waits for a
+    reduction, its shards are applied in an order of their own, or this rank's part is not the one that its placements
+    say, as where uneven dimensions are split twice."""
     mesh, spec = tensor.device_mesh, tensor._spec
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -244,7 +245,7 @@ def sharding_of(tensor: Any, path: str) -> tuple[Sharding, tuple[int, ...]]:
         raise ConfigError.of(
             f"a part of {path!r} of shape {shape}, which {tensor.placements} give",
             tuple(tensor.to_local().shape),
-            "choose a size that the ranks divide",
+            "choose sizes which the ranks divide",
         )
     return made, tuple(coordinate)
 
@@ -407,6 +408,11 @@ def placed(saved: SavedDTensor, own: Any, path: str, *, is_aligned: bool = False
     if is_aligned and part.data_ptr() % _ALIGNED_BYTES:
         part = part.clone()
     return part if placements is None else _as_dtensor(part, saved.shape, saved.stride, own, _placements(placements))
+
+
+def whole(state: Any) -> Any:
+    """Returns a state that was read, with all of each DTensor in its place."""
+    return fitted(state, None, "", lambda saved, own, path: saved.whole())
 
 
 def _as_dtensor(part: torch.Tensor, shape: torch.Size, stride: Sequence[int], own: Any, placements: Any) -> Any:

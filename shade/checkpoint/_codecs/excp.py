@@ -168,7 +168,7 @@ def _keys(values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 ALPHA: Final = 5e-5
 BETA: Final = 2.0
 _STEEPEST: Final = 2.5
-_MOMENT: Final = re.compile(r"(.+)/state/(\d+)/(exp_avg|exp_avg_sq)")
+_MOMENT: Final = re.compile(r"(.+)/state/(\d+)/(exp_avg|exp_avg_sq)(?:@rank\d+)?")
 
 
 class Survey:
@@ -248,7 +248,9 @@ def _moments(entries: Mapping[str, TensorEntry]) -> dict[tuple[str, int], dict[s
 
 def _owners(entries: Mapping[str, TensorEntry], order: list[str]) -> dict[str, dict[str, str]]:
     """Returns the moments of each weight."""
-    weights = [name for name in order if name in entries and not _MOMENT.fullmatch(name)]
+    # In the tree, the part of a DTensor has no rank.
+    known = {name.partition("@")[0]: name for name in entries if not _MOMENT.fullmatch(name)}
+    weights = [known[stem] for name in order if (stem := name.partition("@")[0]) in known]
     owners: dict[str, dict[str, str]] = {}
     position, optimizer = 0, None
     for (which, _), moments in _moments(entries).items():

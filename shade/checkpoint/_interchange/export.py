@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shade.checkpoint._capture.flatten import ARRAYS, VIEWED, flatten, unflatten, viewed_in
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
+from shade.checkpoint._capture.sharding import whole
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest
 from shade.checkpoint._restore.reader import Reader
@@ -347,7 +348,7 @@ class ExportSource(Protocol):
     """The skeleton of its state."""
 
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Returns every tensor that the tree names, with its name; others may be left out."""
+        """Returns every tensor that the tree names, and all parts of its DTensors, with their names."""
         ...
 
 
@@ -378,7 +379,7 @@ def export(source: ExportSource, path: Path, form: str, only: str | None = None)
 def state_of(source: ExportSource, only: str | None = None) -> Any:
     """Returns the state of a snapshot, or of one attached object in it. Raises ConfigError, with their names, if
     there is no such object."""
-    state = unflatten(source.tree, dict(source.tensors()))
+    state = whole(unflatten(source.tree, dict(source.tensors())))
     if only is None:
         return state
     if not isinstance(state, dict) or only not in state:

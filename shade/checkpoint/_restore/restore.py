@@ -23,7 +23,7 @@ import torch
 
 from shade.checkpoint._buffer.copy_and_compare import copy_bytes
 from shade.checkpoint._capture.app_state import AppState, refused
-from shade.checkpoint._capture.flatten import part_of, parts_in, tensors_in, torch_dtype
+from shade.checkpoint._capture.flatten import completed, part_of, parts_in, tensors_in, torch_dtype
 from shade.checkpoint._capture.module_state import (
     check_module,
     loads_all_plainly,
@@ -33,6 +33,7 @@ from shade.checkpoint._capture.module_state import (
     unwrapped,
     way_back_of,
 )
+from shade.checkpoint._capture.sharding import SavedDTensor, fitted, placed
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
 from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, ShardDecoder, Snapshot, SnapshotSource
@@ -305,6 +306,7 @@ class _Attempt:
             result.trees.append(part_of(manifest.tree, self._only))
             items = manifest.bounds.items()  # a bound of 0: the lossy codec was exact after all
             result.bounds |= {name: bound for name, bound in items if name in wanted and bound.max_abs > 0}
+        result.tree = completed(result.tree, result.trees)
         if self._needed is not None:
             self._read_parts(result, self._needed(result.tree, result.tensors, self._only), sources)
         if result.bounds and group.rank == 0:
@@ -510,7 +512,8 @@ def restore_app_state(
         return Restored(0, 0), None
     record = found.record
     names = contents.names if only is None else list(only)
-    if only is None and (left := contents.left_out(found.tree)):
+    attached = {name for names in group.gather(contents.names) for name in names}
+    if only is None and (left := contents.left_out(found.tree, attached)):
         logger.warning(
             "step %d also holds %s, which nothing attached takes: it is not restored, and the next save is without it; "
             "attach() it before you restore",
@@ -567,11 +570,13 @@ def load_module(
     saved = renamed(own, saved)
     for key, value in saved.items():
         mine = own.get(key)
+        if isinstance(value, SavedDTensor):
+            value = value.whole()
         if all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (mine, value)):
             value = value.to(mine.dtype)
         is_alike = key in own and getattr(mine, "shape", None) == getattr(value, "shape", None)
-        if is_alike and hasattr(mine, "device_mesh"):
-            value = _part_of_rank(value, mine)
+        if is_alike:
+            value = fitted(value, mine, key, placed)
         if strict or is_alike or ways is None or key.startswith(ways):
             fits[key] = value
     if not fits and own:
@@ -591,13 +596,6 @@ def load_module(
         return [], []
     missing, unexpected = found
     return sorted(missing), sorted({*unexpected, *(saved.keys() - fits.keys())})
-
-
-def _part_of_rank(whole: torch.Tensor, mine: Any) -> torch.Tensor:
-    """Returns what this rank holds of a tensor under `fully_shard`, as its own is laid out."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole.to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None)
 
 
 def _beginning_with(saved: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:

@@ -91,7 +91,7 @@ class StateDictState(AppState):
         return set()
 
     @override
-    def left_out(self, tree: Any) -> list[str]:
+    def left_out(self, tree: Any, attached: Collection[str]) -> list[str]:
         return []
 
     @override

@@ -416,7 +416,7 @@ def test_what_an_object_keeps_lies_in_no_memory_that_is_reused() -> None:
     teacher = Holder()
     target = contents(model=model(), teacher=teacher)
     target.load(captured.tree, lent, ["model", "teacher"])
-    for name in target.forgettable(captured.tree):
+    for name in target.forgettable(captured.tree, 0):
         lent[name].zero_()
     assert torch.equal(teacher.tensors["weight"], module[0].weight)
 

@@ -1,0 +1,220 @@
+"""Models that are split over ranks, saved by Checkpointer: read as one, by stages, and refused by name."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard, init_device_mesh
+
+from shade.checkpoint import Checkpointer, load_weights
+from shade.cli import main
+from shade.errors import ShadeError
+from tests.differential.checkpoint_processes import Say, in_processes
+from tests.support.format_reader import read_snapshot
+
+pytestmark = pytest.mark.multiprocess
+
+
+def new_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
+
+
+def sharded(seed: int = 0) -> nn.Sequential:
+    model, mesh = new_model(seed), init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model[1], model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def trained(model: nn.Module, steps: int = 2) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.arange(6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def opened(folder: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(persist_to=folder / "volume", run="split", every="never", **options)
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What PyTorch itself gathers."""
+    return get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+
+
+def on_ranks(num: int, act: Callable[[int, Say], None], folder: Path) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    warnings.simplefilter("ignore")
+    return in_processes(num, act, folder / f"meeting-{num}-{act.__name__}")
+
+
+def test_a_split_snapshot_is_read_as_one(tmp_path: Path) -> None:
+    def save(rank: int, say: Say) -> None:
+        model = sharded()
+        optimizer = trained(model)
+        with opened(tmp_path) as checkpointer:
+            checkpointer.attach(model=model, optimizer=optimizer)
+            checkpointer.save()
+        state = whole(model, optimizer)
+        if rank == 0:
+            torch.save(state, tmp_path / "expected.pt")
+
+    on_ranks(2, save, tmp_path)
+    weights, moments = torch.load(tmp_path / "expected.pt", weights_only=True)
+    # By a reader made from the document, by our library, and by the command line.
+    _, (state, other), tensors = read_snapshot(tmp_path / "volume" / "split" / "step-0000000000")
+    for name, expected in weights.items():
+        if "2.running" not in name:  # each rank's own
+            assert np.array_equal(state["model"][name], expected.numpy()), name
+            assert np.array_equal(other["model"][name], expected.numpy()), name
+    names = list(dict(new_model().named_parameters()))
+    for number, entry in state["optimizer"]["state"].items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert np.array_equal(entry[key], moments["state"][names[number]][key].numpy()), (number, key)
+    assert {"model/1.weight@rank0", "model/1.weight@rank1"} <= tensors.keys()
+    model = new_model(seed=1)
+    assert load_weights(model, persist_to=tmp_path / "volume", run="split").step == 0
+    assert all(torch.equal(each, weights[name]) for name, each in model.named_parameters())
+    places = ["--persist", str(tmp_path / "volume"), "--run", "split"]
+    assert main(["checkpoint", "verify", "all", *places]) == 0
+    words = ["checkpoint", "export", "0", "--to", str(tmp_path / "model.pt"), "--format", "torch", "--only", "model"]
+    assert main([*words, *places]) == 0
+    exported = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(torch.equal(exported[name], each) for name, each in model.named_parameters())
+
+
+def test_the_weights_of_replicas_are_loaded_into_shards(tmp_path: Path) -> None:
+    plain = new_model()
+    optimizer = trained(plain)
+    with opened(tmp_path) as checkpointer:
+        checkpointer.attach(model=plain, optimizer=optimizer)
+        checkpointer.save()
+    expected = whole(plain, optimizer)
+
+    def load(rank: int, say: Say) -> None:
+        model = sharded(seed=1)
+        load_weights(model, persist_to=tmp_path / "volume", run="split")
+        loaded = whole(model, torch.optim.SGD(model.parameters()))[0]
+        model = sharded(seed=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with opened(tmp_path) as checkpointer:
+            checkpointer.attach(model=model, optimizer=optimizer)
+            assert checkpointer.restore_latest()
+        assert all(isinstance(each["exp_avg"], DTensor) for each in optimizer.state.values())
+        found = whole(model, optimizer)
+        if rank == 0:
+            say([loaded, *found])
+
+    (loaded, weights, moments), _ = on_ranks(2, load, tmp_path)
+    for name, each in expected[0].items():
+        assert torch.equal(loaded[name], each), name
+        assert torch.equal(weights[name], each), name
+    for name, entry in expected[1]["state"].items():
+        assert all(torch.equal(moments["state"][name][key], each) for key, each in entry.items()), name
+
+
+def stage(number: int, mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """One stage of a pipeline, split over its ranks. Alike names and shapes: only the stage's name tells them apart."""
+    torch.manual_seed(10 * seed + number)
+    model = nn.Linear(6, 6)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    state = [entry["momentum_buffer"] for entry in optimizer.state.values()]
+    return [each.detach().full_tensor() for each in (*model.parameters(), *state)]
+
+
+def test_stages_come_back_to_the_ranks_that_attach_them(tmp_path: Path) -> None:
+    def save(rank: int, say: Say) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+        number = rank // 2
+        model, optimizer = stage(number, mesh["data"], seed=0)
+        with opened(tmp_path) as checkpointer:
+            checkpointer.attach(**{f"stage{number}": model, f"optimizer{number}": optimizer})
+            checkpointer.save()
+        say(gathered(model, optimizer))
+
+    def load_two(rank: int, say: Say) -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))
+        model, optimizer = stage(rank, mesh["data"], seed=1)
+        with opened(tmp_path) as checkpointer:
+            checkpointer.attach(**{f"stage{rank}": model, f"optimizer{rank}": optimizer})
+            assert checkpointer.restore_latest()
+        say(gathered(model, optimizer))
+
+    def load_one(rank: int, say: Say) -> None:
+        stages = [stage(number, init_device_mesh("cpu", (1,)), seed=2) for number in (0, 1)]
+        with opened(tmp_path) as checkpointer:
+            for number, (model, optimizer) in enumerate(stages):
+                checkpointer.attach(**{f"stage{number}": model, f"optimizer{number}": optimizer})
+            assert checkpointer.restore_latest()
+        say([gathered(*each) for each in stages])
+
+    first, same, second, _ = on_ranks(4, save, tmp_path)
+    assert all(map(torch.equal, first, same))
+    assert not torch.equal(first[0], second[0])
+    assert all(map(torch.equal, (*first, *second), (each for said in on_ranks(2, load_two, tmp_path) for each in said)))
+    ((one, other),) = on_ranks(1, load_one, tmp_path)
+    assert all(map(torch.equal, (*first, *second), (*one, *other)))
+
+
+def _partial(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model[3].bias = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    return model
+
+
+def _of_fsdp_1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def _in_parts_of_its_own(model: nn.Module) -> nn.Module:
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    local = torch.ones(1 + rank)  # of three, the first rank should have two
+    made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size([3]), stride=(1,))
+    model[3].bias = nn.Parameter(made)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (_partial, r"'model/3.bias' to be sharded or replicated, got Partial.*redistribute"),
+        (_in_parts_of_its_own, r"a part of 'model/3.bias' of shape \(\d,\).*which the ranks divide"),
+        (_of_fsdp_1, "fully_shard"),
+    ],
+)
+def test_what_cannot_be_split_anew_is_refused(
+    wrap: Callable[[nn.Module], nn.Module], said: str, tmp_path: Path
+) -> None:
+    def attach(rank: int, say: Say) -> None:
+        model = wrap(new_model())
+        with opened(tmp_path) as checkpointer:
+            try:
+                checkpointer.attach(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            except ShadeError as error:
+                say(str(error))
+
+    for refusal in on_ranks(2, attach, tmp_path):
+        assert re.search(said, refusal or "nothing")

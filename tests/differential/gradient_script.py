@@ -216,13 +216,13 @@ DEPARTURES: list[tuple[str, object]] = [
 _BOOKS: dict[str, object] = {"face": "hook", "density": 0.3, "passes": 1, "clip": "", "sizes": "", "events": ()}
 """A script under the hook that `has_books`."""
 TOGETHER: list[dict[str, object]] = [
-    *[{}] * 6,
+    *[{}] * 5,
+    {"face": "engine", "passes": 2, "place": "inside", "scaler": "script", "clip": ""},
     {"face": "engine", "scaler": "engine", "place": "inside"},
     {"face": "engine", "scaler": "engine", "infinite": (1, 0), "steps": 4},
     {"face": "engine", "wrapped": True},
     {"face": "engine", "staleness": 1, "check_every": 1},
     {"face": "engine", "passes": 2, "place": "inside", "clip": "norm"},
-    {"face": "engine", "passes": 2, "place": "inside", "scaler": "script", "clip": ""},
     *({"face": "engine", "dtype": "bfloat16", "events": ((1, each),)} for each in ("in place", "load weights")),
     *({"face": face, "density": 0.3, "steps": 4, "events": ((2, "resume"),)} for face in ("engine", "hook")),
     *({"face": "hook", "use": use, "density": 0.3, "steps": 4} for use in ("turn", "apart")),

@@ -119,9 +119,10 @@ def play(scene: Scene, folder: Path, *, points: int, jobs: int = 1, options: Ite
     found = Found(scene)
     try:
         for row in rejudge(folder):
-            found.verdicts[row.verdict] += 1
-            found.num_points += 1
-            found.num_struck += row.crashed
+            is_undisturbed = row.label.startswith("no crash")
+            found.num_points += not is_undisturbed
+            found.num_struck += row.crashed and not is_undisturbed
+            found.verdicts[row.verdict] += not is_undisturbed
             if row.verdict != "PASS":
                 found.failures.append(f"{scene.name}: {row.label}: {row.verdict}: {row.outcome}")
     finally:
@@ -129,7 +130,6 @@ def play(scene: Scene, folder: Path, *, points: int, jobs: int = 1, options: Ite
             shutil.rmtree(own_folder(run_of(out)), ignore_errors=True)
     if not found.num_struck:
         raise ConfigError.of("a training that can be crashed", ran.stdout[-2000:] + ran.stderr[-2000:], "see there")
-    found.num_points -= 1  # the undisturbed one
     return found
 
 

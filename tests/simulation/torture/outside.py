@@ -12,12 +12,16 @@ Ours come from ``os.open``; with ``--opens`` the same files come from ``open``. 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,8 +29,10 @@ from typing import Any, Final
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.errors import ConfigError
 from tests.simulation.torture.outside_training import run_of
+from tests.simulation.torture.warm_start import ADDRESS
 
-TRAINING: Final = [sys.executable, "-m", "tests.simulation.torture.outside_training"]
+ROOT: Final = Path(__file__).parents[3]
+TRAINING: Final = [sys.executable, "-S", "-m", "tests.simulation.torture.warm_start"]
 ELSEWHERE: Final = ("--elsewhere",)
 
 
@@ -77,6 +83,26 @@ class Found:
         return f"{self.scene.name}: {self.num_points} crash points, {self.num_struck} struck: {verdicts}"
 
 
+@contextlib.contextmanager
+def trainings_server(boot: Path) -> Iterator[dict[str, str]]:
+    """Starts what `TRAINING` asks; yields the environment that says where it is."""
+    with tempfile.TemporaryDirectory(prefix="shade-outside-") as folder:
+        address = Path(folder) / "server"
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), ADDRESS: str(address)}
+        command = [sys.executable, "-m", "tests.simulation.torture.outside_training", str(address), str(boot)]
+        server = subprocess.Popen(command, env=environment, cwd=ROOT)
+        try:
+            while not address.exists():
+                if server.poll() is not None:
+                    raise ConfigError.of("a server of trainings", f"exit code {server.returncode}", "see its output")
+                time.sleep(0.05)
+            yield environment
+        finally:
+            server.kill()
+            server.wait()
+
+
 def play(scene: Scene, folder: Path, *, points: int, jobs: int = 1, options: Iterable[str] = ()) -> Found:
     """Lets ckpt-chaos try a scene.
 
@@ -94,6 +120,7 @@ def play(scene: Scene, folder: Path, *, points: int, jobs: int = 1, options: Ite
         ConfigError: ckpt-chaos is not installed, or the undisturbed training failed.
     """
     try:
+        from ckpt_chaos.byo import BOOT
         from ckpt_chaos.runner import rejudge
     except ImportError:
         raise ConfigError.of("ckpt-chaos", "none", "pip install ckpt-chaos") from None
@@ -115,8 +142,11 @@ def play(scene: Scene, folder: Path, *, points: int, jobs: int = 1, options: Ite
         wanted["--checkpoint-glob"] = "{out}/checkpoints/*/step-*"
     command = [sys.executable, "-m", "ckpt_chaos", "run", "--ckpt-ignore-size"]
     command += [str(each) for pair in wanted.items() for each in pair]
-    ran = subprocess.run([*command, "--", *training], capture_output=True, text=True, cwd=Path(__file__).parents[3])
     found = Found(scene)
+    with trainings_server(BOOT / "sitecustomize.py") as environment:
+        ran = subprocess.run(
+            [*command, "--", *training], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+        )
     try:
         for row in rejudge(folder):
             is_undisturbed = row.label.startswith("no crash")

@@ -260,8 +260,8 @@ def play(script: Script) -> Verdict:
         run = f"differential-{secrets.token_hex(6)}"
         try:
             return _play(script, place, run)
-        except (Differs, ChildFailed) as differs:
-            return Verdict(Outcome.DIFFERENT, str(differs))
+        except (Differs, ChildFailed, ShadeError, RuntimeError) as differs:  # or a rank whose other has failed
+            return Verdict(Outcome.DIFFERENT, f"{type(differs).__name__}: {differs}")
         finally:
             shutil.rmtree(own_folder(run), ignore_errors=True)
 
@@ -404,8 +404,8 @@ def _sorted_ranks() -> Iterator[None]:
     live = sharding.sharding_of
 
     def wrong(tensor: Any, path: str) -> Any:
-        made, coordinate = live(tensor, path)
-        return Sharding(made.shape, made.mesh_shape, tuple(sorted(made.ranks)), made.placements), coordinate
+        made, part = live(tensor, path)
+        return Sharding(made.shape, made.mesh_shape, tuple(sorted(made.ranks)), made.placements), part
 
     with patch.object(sharding, "sharding_of", wrong), patch("shade.checkpoint._capture.flatten.sharding_of", wrong):
         yield

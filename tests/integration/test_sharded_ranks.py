@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import re
+import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +24,9 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard, init_d
 
 from shade.checkpoint import Checkpointer, load_weights
 from shade.cli import main
-from shade.errors import ShadeError
+from shade.errors import CheckpointError, ShadeError
 from tests.differential.checkpoint_processes import Say, in_processes
+from tests.differential.sharded import Layout, Script, Training, compare
 from tests.support.format_reader import read_snapshot
 
 pytestmark = pytest.mark.multiprocess
@@ -179,6 +185,18 @@ def test_stages_come_back_to_the_ranks_that_attach_them(tmp_path: Path) -> None:
     assert all(map(torch.equal, (*first, *second), (*one, *other)))
 
 
+def test_ranks_of_one_mesh_that_save_other_tensors_save_nothing(tmp_path: Path) -> None:
+    def save(rank: int, say: Say) -> None:
+        model, other = sharded(), sharded(seed=1)
+        with contextlib.suppress(CheckpointError), opened(tmp_path) as checkpointer:
+            checkpointer.attach(**({"model": model} if rank == 0 else {"model": model, "other": other}))
+            say(str(checkpointer.save().committed.exception()))
+
+    for refusal in on_ranks(2, save, tmp_path):
+        assert re.search(r"the same DTensors on all ranks of the mesh.*build and train the same model", refusal)
+    assert not list((tmp_path / "volume" / "split").glob("step-*"))
+
+
 def _partial(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model[3].bias = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
@@ -218,3 +236,42 @@ def test_what_cannot_be_split_anew_is_refused(
 
     for refusal in on_ranks(2, attach, tmp_path):
         assert re.search(said, refusal or "nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_fifty_kills_lose_nothing_that_was_durable(tmp_path: Path) -> None:
+    script, draw = Script(optimizer="adam", width=64), random.Random(0)
+    noted = tmp_path / "durable"
+    noted.write_text("0\n")
+
+    def live(rank: int, say: Say) -> None:
+        checkpointer = Checkpointer(persist_to=tmp_path / "volume", run="killed", every="never")
+        training = Training(script, Layout("fsdp", 2), seed=1 if checkpointer.list() else 0)
+        checkpointer.attach(model=training.model, optimizer=training.optimizer)
+        restored, oracle = checkpointer.restore_latest(), Training(script, None, seed=0)
+        assert restored.step >= int(noted.read_text().split()[-1])
+        for _ in range(restored.step):
+            oracle.step()
+        training.done = restored.step
+        compare(training, oracle.state())
+        say(restored.step)
+        threading.Timer(delays[rank], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        while True:
+            training.step()
+            checkpointer.step()
+            checkpointer.save()
+            if training.done % 3 == 0:
+                checkpointer.wait_durable()
+                with noted.open("a") as file:
+                    file.write(f"{training.done}\n")
+
+    steps = []
+    for life in range(50):
+        delay = draw.uniform(0.2, 1.5)
+        delays = [delay, delay + draw.uniform(0, 0.02)]
+        shown = on_ranks(2, live, tmp_path / f"life-{life}")
+        assert shown[0] == shown[1]
+        steps.append(shown[0])
+    assert steps == sorted(steps)
+    assert steps[-1] > 20

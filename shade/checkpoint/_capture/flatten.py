@@ -14,16 +14,18 @@ Invariants: ``unflatten(*flatten(state))`` equals the state: types, order of key
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import struct
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
+import xxhash
 
 from shade.checkpoint._capture.sharding import Replicas, SavedDTensor, Sharding, is_dtensor, sharding_of
 from shade.errors import ConfigError, CorruptCheckpointError, StateMismatchError
@@ -254,14 +256,14 @@ class _Flattener:
         """Returns how a DTensor is sharded, and its part as every rank names it: without the rank."""
         known = self._dtensors.get(self._same.get(path, path))
         if known is None:
-            sharding, coordinate = sharding_of(value, path)
+            sharding, mine = sharding_of(value, path)
             self._replicas = self._replicas or Replicas()
             replica = self._replicas.take(sharding, value.itemsize)
-            self._saver = sharding.rank_of(sharding.part_at(coordinate), replica)
+            self._saver = sharding.rank_of(mine, replica)
             with torch.no_grad():
                 part = self.flatten(value.to_local(), path, depth + 1)
             self._saver = None
-            known = {"dtensor": [part, list(value.stride()), replica, *sharding.to_content()]}
+            known = {"dtensor": [part, list(value.stride()), replica, *sharding.content]}
         self._dtensors[path] = known
         return known
 
@@ -697,10 +699,30 @@ def tensors_in(tree: Any) -> set[str]:
 
 def parts_in(tree: Any, rank: int) -> set[str]:
     """Returns the names of the parts of DTensors in a tree that a rank has saved, if it has saved any of them."""
+    return {own_name(stem, rank) for part, *_ in _dtensors_in(tree) for stem in tensors_in(part)}
+
+
+def splits_in(tree: Any) -> dict[str, tuple[str, int]]:
+    """Returns, by mesh, a digest of how the DTensors in a tree are split, and how many ranks the mesh has."""
+    hashes: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    for content in _dtensors_in(tree):
+        mesh = json.dumps(content[4:6])
+        # Not by the node of the part: an empty one lies in memory otherwise.
+        said = json.dumps([sorted(tensors_in(content[0])), *content[1:]])
+        hashes.setdefault(mesh, xxhash.xxh3_128()).update(said.encode())
+        sizes[mesh] = math.prod(content[4])
+    return {mesh: (found.hexdigest(), sizes[mesh]) for mesh, found in hashes.items()}
+
+
+def _dtensors_in(tree: Any) -> Iterator[list[Any]]:
+    """Yields what the nodes of DTensors hold."""
     if isinstance(tree, dict) and tree.keys() == {"dtensor"}:
-        return {own_name(stem, rank) for stem in tensors_in(tree["dtensor"][0])}
-    nodes = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    return {name for node in nodes if isinstance(node, dict | list) for name in parts_in(node, rank)}
+        yield tree["dtensor"]
+        return
+    for node in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        if isinstance(node, dict | list):
+            yield from _dtensors_in(node)
 
 
 def viewed_in(tree: Any) -> list[tuple[str, str]]:

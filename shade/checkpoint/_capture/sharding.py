@@ -53,10 +53,15 @@ class Sharding:
         pairs = zip(self.mesh_shape, self.placements, strict=True)
         return [1 if placement is None else size for size, placement in pairs]
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """How many ranks hold each part."""
         return len(self.ranks) // math.prod(self.sizes)
+
+    @cached_property
+    def holders(self) -> str:
+        """Names the mesh and the dimensions along which ranks hold the same."""
+        return f"{self.content[1:3]} {[each is None for each in self.placements]}"
 
     def parts(self) -> Iterator[tuple[int, ...]]:
         """Yields the coordinates of each part, once."""
@@ -87,8 +92,9 @@ class Sharding:
                 found[dim] = _joined([_chunk(each, size, place) for each in _chunks(found[dim], factor)])
         return tuple(found)
 
-    def to_content(self) -> list[Any]:
-        """Returns what JSON takes."""
+    @cached_property
+    def content(self) -> list[Any]:
+        """What JSON takes."""
         strides = _strides_of(self.mesh_shape, self.ranks)
         ranks = {"ranks": list(self.ranks)} if strides is None else {"first": self.ranks[0], "strides": strides}
         placed = [None if each is None else list(each) for each in self.placements]
@@ -96,7 +102,7 @@ class Sharding:
 
     @classmethod
     def of_content(cls, content: Any) -> Sharding:
-        """Returns the sharding of which `to_content` made the content; raises CorruptCheckpointError if it is none."""
+        """Returns the sharding that has this content; raises CorruptCheckpointError if none can have it."""
         try:
             shape, mesh_shape, where, placed = content
             sizes = tuple(_count(size) for size in mesh_shape)
@@ -119,12 +125,13 @@ class Replicas:
     whole tensors."""
 
     def __init__(self) -> None:
-        self._loads: dict[tuple[Any, ...], list[int]] = {}
+        self._loads: dict[str, list[int]] = {}
 
     def take(self, sharding: Sharding, item_bytes: int) -> int:
         """Returns which of the replicas saves the parts of a tensor."""
-        where = sharding.mesh_shape, sharding.ranks, tuple(each is None for each in sharding.placements)
-        loads = self._loads.setdefault(where, [0] * sharding.num_replicas)
+        if sharding.num_replicas == 1:
+            return 0
+        loads = self._loads.setdefault(sharding.holders, [0] * sharding.num_replicas)
         least = loads.index(min(loads))
         loads[least] += math.prod(sharding.shape) * item_bytes
         return least
@@ -223,40 +230,43 @@ def _at(tensor: torch.Tensor, index: Region) -> Any:
 
 
 def sharding_of(tensor: Any, path: str) -> tuple[Sharding, tuple[int, ...]]:
-    """Returns how a DTensor is sharded, and this rank's coordinate in its mesh. Raises `ConfigError` if it waits for a
+    """Returns how a DTensor is sharded, and which part of it this rank has. Raises `ConfigError` if it waits for a
     reduction, its shards are applied in an order of their own, or this rank's part is not the one that its placements
     say, as where uneven dimensions are split twice."""
-    mesh, spec = tensor.device_mesh, tensor._spec
-    coordinate = mesh.get_coordinate()
+    spec = tensor._spec
+    for each in spec.placements:
+        if each.is_partial():
+            cure = "redistribute() it to Replicate() or Shard() before it is saved"
+            raise ConfigError.of(f"{path!r} to be sharded or replicated", each, cure)
+    order, default = getattr(spec, "shard_order", None), getattr(spec, "compute_default_shard_order", None)
+    if order is not None and default is not None and order != default(spec.placements):
+        raise ConfigError.of(f"{path!r} to be split from the first mesh dimension on", order, "redistribute() it")
+    coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         cure = "attach it on the ranks of its mesh alone"
-        raise ConfigError.of(f"this rank to be in the mesh of {path!r}", f"{mesh}", cure)
-    order, default = getattr(spec, "shard_order", None), getattr(spec, "compute_default_shard_order", None)
-    if order is not None and default is not None and order != default(tensor.placements):
-        raise ConfigError.of(f"{path!r} to be split from the first mesh dimension on", order, "redistribute() it")
-    made = Sharding(
-        tuple(tensor.shape),
-        tuple(mesh.shape),
-        tuple(mesh.mesh.flatten().tolist()),
-        tuple(_placed(each, path) for each in spec.placements),
-    )
-    shape = tuple(len(index) for index in made.region(made.part_at(coordinate)))
-    if shape != tuple(tensor.to_local().shape):
+        raise ConfigError.of(f"this rank to be in the mesh of {path!r}", f"{spec.mesh}", cure)
+    made, part, shape = _split_at(spec, tuple(coordinate))
+    if shape != tensor.to_local().shape:
         raise ConfigError.of(
-            f"a part of {path!r} of shape {shape}, which {tensor.placements} give",
+            f"a part of {path!r} of shape {shape}, which {spec.placements} give",
             tuple(tensor.to_local().shape),
             "choose sizes which the ranks divide",
         )
-    return made, tuple(coordinate)
+    return made, part
 
 
-def _placed(placement: Any, path: str) -> tuple[int, int] | None:
-    if placement.is_replicate():
-        return None
-    if placement.is_partial():
-        cure = "redistribute() it to Replicate() or Shard() before it is saved"
-        raise ConfigError.of(f"{path!r} to be sharded or replicated", placement, cure)
-    return int(placement.dim), int(getattr(placement, "split_factor", 1))
+@lru_cache(maxsize=4096)
+def _split_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...], tuple[int, ...]]:
+    """Returns the sharding of a DTensorSpec, and the part at a coordinate and its shape; every save asks for each
+    tensor's, and a mesh makes the list of its ranks anew each time."""
+    mesh = spec.mesh
+    placements = tuple(
+        None if each.is_replicate() else (int(each.dim), int(getattr(each, "split_factor", 1)))
+        for each in spec.placements
+    )
+    made = Sharding(tuple(spec.shape), tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), placements)
+    part = made.part_at(coordinate)
+    return made, part, tuple(len(index) for index in made.region(part))
 
 
 # ── what was saved ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -376,8 +386,8 @@ def _own_at(own: Any, key: Any) -> Any:
 
 
 def _split(whole: torch.Tensor, own: Any, path: str) -> Any:
-    sharding, coordinate = sharding_of(own, path)
-    part = whole[_at(whole, sharding.region(sharding.part_at(coordinate)))]
+    sharding, mine = sharding_of(own, path)
+    part = whole[_at(whole, sharding.region(mine))]
     return _as_dtensor(part, whole.shape, whole.stride(), own, own.placements)
 
 
@@ -389,7 +399,7 @@ def region_for(saved: SavedDTensor, own: Any, path: str) -> tuple[Region, Sequen
             cure = "restore into an object that has one there: after its first step, or on as many ranks as saved it"
             raise StateMismatchError.of(f"a tensor at {path!r} to restore a DTensor into", own, cure)
         return tuple(map(range, saved.shape)), None
-    sharding, coordinate = sharding_of(own, path)
+    sharding, mine = sharding_of(own, path)
     if own.shape != saved.shape:
         # State of a parameter in another shape, as a factored moment: split as it was, over this mesh.
         if len(sharding.mesh_shape) != len(saved.sharding.mesh_shape):
@@ -397,7 +407,7 @@ def region_for(saved: SavedDTensor, own: Any, path: str) -> tuple[Region, Sequen
             raise StateMismatchError.of(expected, tuple(saved.shape), "restore over a mesh of as many dimensions")
         placements = saved.sharding.placements
         sharding = Sharding(tuple(saved.shape), sharding.mesh_shape, sharding.ranks, placements)
-    return sharding.region(sharding.part_at(coordinate)), sharding.placements
+    return sharding.region(mine), sharding.placements
 
 
 def placed(saved: SavedDTensor, own: Any, path: str, *, is_aligned: bool = False) -> Any:

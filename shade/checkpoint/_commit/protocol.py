@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from shade.checkpoint._capture.flatten import splits_in
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._pacing.schedule import Pace
@@ -77,6 +78,7 @@ def agree(
             "metrics": dict(metrics or {}),
             "pace": asdict(pace),
             "replica": replica,
+            "splits": splits_in(manifest.tree),
         }
     gathered = group.gather(mine)
     _check_alike(gathered)
@@ -87,6 +89,7 @@ def agree(
     if different:
         cure = "wrap the model in DistributedDataParallel, or pass replicated=False to save each rank's own"
         raise CheckpointError.of("the same parameters on every rank", f"others on ranks {different} than on 0", cure)
+    _check_splits([each["splits"] for each in gathered])
     first = gathered[0]
     record = Commit(
         run=first["run"],
@@ -101,6 +104,16 @@ def agree(
         version=max(each["version"] for each in gathered),
     )
     return record, [each["stored_bytes"] for each in gathered], Pace(**first["pace"])
+
+
+def _check_splits(gathered: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+    """Raises unless all ranks of each mesh have split the same DTensors in the same way."""
+    for mesh in {mesh for each in gathered for mesh in each}:
+        said = {rank: each[mesh][0] for rank, each in enumerate(gathered) if mesh in each}
+        if len(said) != next(each[mesh][1] for each in gathered if mesh in each) or len({*said.values()}) > 1:
+            others = {rank: digest[:8] for rank, digest in said.items()}
+            cure = "build and train the same model on all ranks of a mesh"
+            raise CheckpointError.of(f"the same DTensors on all ranks of the mesh {mesh}", others, cure)
 
 
 def announce(group: RankGroup, manifest: Manifest | None, error: str | None) -> list[int]:

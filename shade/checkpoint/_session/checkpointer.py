@@ -69,7 +69,8 @@ class Checkpointer:
             measured when the run begins (`_pacing.write_cost`).
         buffers: Snapshots that shared memory has room for, ≥ 1; see `_buffer.shared_memory_tier`.
         in_flight: Saves in flight at once, ≥ 1; at most as many as buffers, and as slots beside the newest snapshot's.
-        replicated: Whether all ranks hold the same parameters, as under DistributedDataParallel.
+        replicated: Whether all ranks hold the same parameters, as under DistributedDataParallel. A DTensor says itself
+            what each rank holds.
         first_rank_saves: Rank 0 saves its own state for all ranks, where the others' machines reach none of these
             tiers.
         make_room: Called on every rank before it saves, with the bytes of its shard, so that a cache in the same store
@@ -222,7 +223,7 @@ class Checkpointer:
     def attach(self, **objects: Stateful) -> None:
         """Attaches objects by name, to be saved and restored: model, optimizer, scheduler, scaler, sampler …
 
-        The generators of Python, NumPy and PyTorch are attached already.
+        The generators of Python, NumPy and PyTorch are attached already. A model is attached after it is sharded.
 
         Args:
             **objects: Any objects with ``state_dict`` and ``load_state_dict``.

@@ -61,20 +61,20 @@ def test_every_rank_holds_what_pytorch_cuts(shape: tuple[int, ...], mesh: tuple[
         for part, ranks in holders.items():
             found = [sharding.rank_of(part, replica) for replica in range(sharding.num_replicas)]
             assert sorted(found) == ranks, sharding
-        assert Sharding.of_content(json.loads(json.dumps(sharding.to_content()))) == sharding
+        assert Sharding.of_content(json.loads(json.dumps(sharding.content))) == sharding
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (4, 6, 5, 7), (3, 2, 1, 0), (0, 1, 3, 9)])
 def test_the_ranks_of_a_mesh_come_back(ranks: tuple[int, ...]) -> None:
     sharding = Sharding((4, 4), (2, 2), ranks, ((0, 1), None))
-    content = json.loads(json.dumps(sharding.to_content()))
+    content = json.loads(json.dumps(sharding.content))
     assert Sharding.of_content(content) == sharding
     assert [sharding.rank_of((1, 0), replica) for replica in range(2)] == list(ranks[2:])
 
 
 def test_a_large_mesh_is_a_short_text() -> None:
     sharding = Sharding((4096, 4096), (256, 8), tuple(range(2048)), (None, (0, 1)))
-    assert len(json.dumps(sharding.to_content())) < 100
+    assert len(json.dumps(sharding.content)) < 100
 
 
 @pytest.mark.parametrize(

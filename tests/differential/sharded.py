@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shade.checkpoint import Checkpointer
 from shade.checkpoint._buffer.shared_memory_folder import own_folder
+from shade.checkpoint._buffer.stream_hash import StreamHash
 from shade.checkpoint._capture import sharding
 from shade.checkpoint._capture.sharding import Replicas, SavedDTensor, Sharding
 from shade.checkpoint._restore import restore
@@ -41,6 +42,7 @@ from tests.differential.checkpoint_processes import ChildFailed, Say, in_process
 from tests.differential.harness import Outcome, Plane, Verdict
 
 WIDTH = 6
+SMALL_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Script:
     end: str = "clean"
     num_steps: int = 2
     """Steps before the first job ends; each is saved."""
+    has_small_chunks: bool = False
+    """Whether a chunk is shorter than a tensor, so that a restore reads a few of a part's chunks."""
     saves_at_once: bool = False
     """Whether one save is waited for before the next step."""
 
@@ -256,7 +260,7 @@ def compare(training: Training, expected: Mapping[str, torch.Tensor]) -> None:
 
 def play(script: Script) -> Verdict:
     """Plays a script: whole in one process, then in a first and a second job of ranks."""
-    with _place() as place, _quiet():
+    with _place() as place, _quiet(), _small_chunks() if script.has_small_chunks else contextlib.nullcontext():
         run = f"differential-{secrets.token_hex(6)}"
         try:
             return _play(script, place, run)
@@ -264,6 +268,15 @@ def play(script: Script) -> Verdict:
             return Verdict(Outcome.DIFFERENT, f"{type(differs).__name__}: {differs}")
         finally:
             shutil.rmtree(own_folder(run), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _small_chunks() -> Iterator[None]:
+    with (
+        patch("shade.checkpoint._save.packing.CHUNK_BYTES", SMALL_BYTES),
+        patch.object(StreamHash.__init__, "__defaults__", (SMALL_BYTES,)),
+    ):
+        yield
 
 
 def _play(script: Script, place: Path, run: str) -> Verdict:
@@ -359,6 +372,7 @@ def _scripts(draw: st.DrawFn) -> Script:
     # Of two bytes, a vector is rounded otherwise than a single item, unless products are exact.
     dtype = draw(st.sampled_from(("float32", "float32", "bfloat16")))
     optimizers = ("sgd", "momentum") if dtype == "bfloat16" else sorted(OPTIMIZERS)
+    tier = draw(st.sampled_from(("storage", "storage", "store", "both", "shared")))
     return Script(
         first=first,
         second=second,
@@ -369,7 +383,8 @@ def _scripts(draw: st.DrawFn) -> Script:
         optimizer=draw(st.sampled_from(optimizers)),
         strategy=draw(st.sampled_from(("overlap", "overlap", "copy", "asymmetric", "gemini"))),
         codec=draw(st.sampled_from(("", "", "zstd", "xor-zstd"))),
-        tier=draw(st.sampled_from(("storage", "storage", "store", "both", "shared"))),
+        tier=tier,
+        has_small_chunks=tier == "storage" and draw(st.booleans()),
         end=draw(st.sampled_from(("clean", "killed"))),
         num_steps=draw(st.integers(1, 3)),
         saves_at_once=draw(st.booleans()),

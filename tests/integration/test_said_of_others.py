@@ -35,8 +35,10 @@ docs/how-to/deepspeed.md
   DeepSpeed's file `latest` is written on return
     test_a_job_goes_on_as_if_it_had_not_ended
 docs/how-to/fsdp2-and-dcp.md
-  Sharded state (FSDP2, DTensor) goes through DCP's plug-ins
-    test_a_rank_of_a_sharded_job_reads_its_part_and_little_else
+  `restore_latest()` takes what was saved over another mesh
+    test_no_script_differs
+  A pipeline's stages need names of their own
+    test_stages_come_back_to_the_ranks_that_attach_them
 docs/how-to/gradient-options.md
   do exactly what Adam does with a sparse gradient
     test_it_ends_where_the_dense_optimizer_ends

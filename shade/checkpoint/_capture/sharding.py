@@ -26,6 +26,8 @@ Index = range | npt.NDArray[np.int64]
 Region = tuple[Index, ...]
 """Indices of a part, by dimension of the whole tensor."""
 _ALIGNED_BYTES: Final = 64
+_MOST: Final = 2**20
+"""Most ranks of a mesh, and runs of a dimension, that a file may name."""
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -63,9 +65,16 @@ class Sharding:
         """Names the mesh and the dimensions along which ranks hold the same."""
         return f"{self.content[1:3]} {[each is None for each in self.placements]}"
 
-    def parts(self) -> Iterator[tuple[int, ...]]:
-        """Yields the coordinates of each part, once."""
-        return itertools.product(*map(range, self.sizes))
+    def parts(self, region: Region | None = None) -> Iterator[tuple[int, ...]]:
+        """Yields the coordinates of each part, once; given a region, may leave out those that have nothing of it."""
+        places = [range(size) for size in self.sizes]
+        split = [each[0] for each in self.placements if each is not None]
+        for dim, (size, placement) in enumerate(zip(self.mesh_shape, self.placements, strict=True)):
+            # A dimension that is split once, into runs: the others need not be looked at.
+            if region is not None and placement is not None and placement[1] == 1 and split.count(placement[0]) == 1:
+                index, run = region[placement[0]], -(-self.shape[placement[0]] // size)
+                places[dim] = range(int(index[0]) // run, int(index[-1]) // run + 1) if len(index) else range(0)
+        return itertools.product(*places)
 
     def rank_of(self, part: Sequence[int], replica: int) -> int:
         """Returns the rank that holds a part as its ``replica``-th."""
@@ -106,13 +115,15 @@ class Sharding:
         try:
             shape, mesh_shape, where, placed = content
             sizes = tuple(_count(size) for size in mesh_shape)
+            if not 1 <= math.prod(sizes) <= _MOST:
+                raise ValueError(sizes)
             placements = tuple(None if each is None else (_count(each[0]), _count(each[1])) for each in placed)
             made = cls(tuple(_count(size) for size in shape), sizes, _ranks_of(sizes, where), placements)
             dims = [each for each in placements if each is not None]
             if (
                 len(placements) != len(sizes)
-                or not 1 <= math.prod(sizes) == len(made.ranks)
-                or any(dim >= len(made.shape) or factor < 1 for dim, factor in dims)
+                or math.prod(sizes) != len(made.ranks)
+                or any(dim >= len(made.shape) or not 1 <= factor <= _MOST for dim, factor in dims)
             ):
                 raise ValueError(content)
         except (TypeError, ValueError, KeyError, IndexError) as error:
@@ -298,8 +309,8 @@ class SavedDTensor:
 
     def needed(self, region: Region) -> Iterator[tuple[str, range | None]]:
         """Yields the names of the tensors that a region is made of, and the rows (None: all) that it takes of them."""
-        for rank, here, _ in self._overlaps(region):
-            names = self.names_at(rank)
+        for part, here, _ in self._overlaps(region):
+            names = self.names_at(self._rank_of(part))
             rows = here[0] if here and len(names) == 1 else None
             span = None if rows is None else range(int(min(rows)), int(max(rows)) + 1)
             yield from ((name, span) for name in names)
@@ -308,10 +319,9 @@ class SavedDTensor:
         """Returns a region: a view of what was read where one rank saved exactly that; raises StateMismatchError if
         it has to be made of parts that are no plain tensors."""
         found = list(self._overlaps(region))
-        for rank, _, _ in found[:1]:
-            if len(found) == 1 and _is_same(self._region_of(rank), region):
-                return self.tensor_at(rank)
-        parts = [self.tensor_at(rank) for rank, _, _ in found]
+        parts = [self._checked(part) for part, _, _ in found]
+        if len(found) == 1 and _is_same(self.sharding.region(found[0][0]), region):
+            return parts[0]
         for part in parts:
             if type(part) is not torch.Tensor:
                 cure = "restore on as many ranks as saved, over the same mesh"
@@ -326,22 +336,24 @@ class SavedDTensor:
         """Returns all of it."""
         return self.part(tuple(map(range, self.shape)))
 
+    def _checked(self, part: Sequence[int]) -> torch.Tensor:
+        rank, shape = self._rank_of(part), tuple(map(len, self.sharding.region(part)))
+        tensor = self.tensor_at(rank)
+        if tensor.shape != shape:
+            raise CorruptCheckpointError(
+                f"expected a part of shape {shape} from rank {rank}, got {tuple(tensor.shape)}"
+            )
+        return tensor
+
     def _rank_of(self, part: Sequence[int]) -> int:
         return self.sharding.rank_of(part, self.replica)
 
-    def _region_of(self, rank: int) -> Region:
-        return next(region for saver, region in self._regions if saver == rank)
-
-    @cached_property
-    def _regions(self) -> list[tuple[int, Region]]:
-        return [(self._rank_of(part), self.sharding.region(part)) for part in self.sharding.parts()]
-
-    def _overlaps(self, region: Region) -> Iterator[tuple[int, Region, Region]]:
-        """Yields the ranks that saved something of a region, and the positions in their part and in the region."""
-        for rank, held in self._regions:
-            found = _overlap(held, region)
+    def _overlaps(self, region: Region) -> Iterator[tuple[tuple[int, ...], Region, Region]]:
+        """Yields the parts that have something of a region, and its positions in the part and in the region."""
+        for part in self.sharding.parts(region):
+            found = _overlap(self.sharding.region(part), region)
             if found is not None:
-                yield rank, *found
+                yield part, *found
 
 
 # ── a rank's own part ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -92,6 +92,8 @@ def test_a_large_mesh_is_a_short_text() -> None:
         [[4], [2], {"ranks": [0, 1]}, [None, None]],
         [[-4], [2], {"ranks": [0, 1]}, [None]],
         [[4], [0], {"ranks": []}, [None]],
+        [[4], [10**6, 10**6], {"first": 0, "strides": [10**6, 1]}, [None, None]],
+        [[4], [2], {"ranks": [0, 1]}, [[0, 10**9]]],
     ],
 )
 def test_what_is_no_sharding_is_refused(content: Any) -> None:
@@ -152,6 +154,13 @@ def test_only_the_rows_that_are_needed_are_read() -> None:
     it = saved(sharding, torch.zeros(8, 3))
     assert list(it.needed((range(3, 6), range(3)))) == [("it@rank0", range(3, 4)), ("it@rank1", range(2))]
     assert list(it.needed((range(0), range(3)))) == []
+
+
+def test_a_part_of_another_shape_is_damage() -> None:
+    sharding = Sharding((10**12,), (2,), (0, 1), ((0, 1),))
+    it = SavedDTensor(sharding, (1,), 0, lambda rank: [f"it@rank{rank}"], lambda rank: torch.zeros(2))
+    with pytest.raises(CorruptCheckpointError, match="expected a part of shape"):
+        it.whole()
 
 
 class Quantized(torch.Tensor):

@@ -144,6 +144,8 @@ def play(scene: Scene, folder: Path, *, points: int, jobs: int = 1, options: Ite
     command += [str(each) for pair in wanted.items() for each in pair]
     found = Found(scene)
     with trainings_server(BOOT / "sitecustomize.py") as environment:
+        # Without it 0.1.8 kills no rank but 0: --crash-rank says only which rank is told when to end.
+        environment["CKPT_CHAOS_CRASH_RANK"] = str(scene.victim)
         ran = subprocess.run(
             [*command, "--", *training], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
         )

@@ -100,6 +100,11 @@ class Script:
         return self.density == 1.0 and self.quantiser == "none" and self.optimizer != "local"
 
     @property
+    def clips_own(self) -> bool:
+        """Whether each rank clips its own gradient, before the exchange."""
+        return self.face == "engine" and self.place == "inside" and self.clip in ("norm", "value")
+
+    @property
     def happenings(self) -> set[str]:
         """The kinds of its events."""
         return {kind for _, kind in self.events}
@@ -153,6 +158,8 @@ def tidy(script: Script) -> Script:
         changed["local_size"] = script.ranks
     if script.passes == 1 and script.place in ("first outside", "outside"):
         changed["place"] = "last outside"
+    if script.clips_own:  # what a scaler has scaled would be clipped so, and what is infinite, to zero
+        changed |= {"scaler": "", "infinite": ()}
     kept = {step: kind for step, kind in sorted(script.events) if step < script.steps and kind in EVENTS}
     left_out = set() if script.conv else {"memory format"}
     if script.face == "hook":  # DDP itself leaves these to each rank alone
@@ -209,7 +216,8 @@ DEPARTURES: list[tuple[str, object]] = [
 _BOOKS: dict[str, object] = {"face": "hook", "density": 0.3, "passes": 1, "clip": "", "sizes": "", "events": ()}
 """A script under the hook that `has_books`."""
 TOGETHER: list[dict[str, object]] = [
-    *[{}] * 6,
+    *[{}] * 5,
+    {"face": "engine", "passes": 2, "place": "inside", "scaler": "script", "clip": ""},
     {"face": "engine", "scaler": "engine", "place": "inside"},
     {"face": "engine", "scaler": "engine", "infinite": (1, 0), "steps": 4},
     {"face": "engine", "wrapped": True},

@@ -124,12 +124,29 @@ class Training:
 
     def backward(self) -> None:
         """All backward passes of a step: of every rank's batch, weighed as in the whole batch."""
+        if self.script.clips_own:
+            return self._clip_each()
         for number in range(self.script.passes):
             for rank, share in enumerate(self.script.shares(self.step)):
                 if share:
                     with self._buffers_of(rank):
                         loss = self.loss(self.model, rank, number) * share
                     self.go_back(loss if self.script.staleness else self.scaler.scale(loss), number)
+
+    def _clip_each(self) -> None:
+        sums: dict[nn.Parameter, Tensor] = {}
+        for rank, share in enumerate(self.script.shares(self.step)):
+            self.model.zero_grad()
+            for number in range(self.script.passes if share else 0):
+                with self._buffers_of(rank):
+                    loss = self.loss(self.model, rank, number)
+                self.go_back(loss, number)
+            self.clip(list(self.model.parameters()))
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    sums[parameter] = share * parameter.grad + sums.get(parameter, 0.0)
+        for parameter, total in sums.items():
+            parameter.grad = total
 
     def update(self) -> None:
         """Takes the step that is due."""
@@ -142,7 +159,7 @@ class Training:
 
     def take_step(self) -> None:
         """Clips, unscales and steps as a script does."""
-        if self.script.clip:
+        if self.script.clip and not self.script.clips_own:
             self.scaler.unscale_(self.optimizer)
             self.clip(self.in_optimizer())
         self.scaler.step(self.optimizer)
@@ -173,7 +190,7 @@ class Training:
             return
         for parameter, gradient in zip(self.in_optimizer(), due, strict=False):
             parameter.grad = gradient
-        if self.script.clip:
+        if self.script.clip and not self.script.clips_own:
             self.clip(self.in_optimizer())
         self.optimizer.step()
         self.model.zero_grad()

@@ -29,7 +29,7 @@ from shade.rank_group import RankGroup
 from shade.storage.directory import DirectoryVolume
 from shade.store._servers.server import LocalServer
 from shade.types import Bytes
-from tests.simulation.torture import bench, campaign, live
+from tests.simulation.torture import bench, campaign, live, outside
 from tests.simulation.torture.campaign import faults, quiet, scenarios
 from tests.simulation.torture.disk import OUTCOMES, Disk, DiskView
 from tests.simulation.torture.scenario import SETUPS, Stand, episodes, play
@@ -449,3 +449,23 @@ def test_real_processes_on_a_real_disk_and_store(tmp_path: Any, kills: int) -> N
     assert report.num_kills == kills
     assert report.num_saves > 0
     assert list(tmp_path.rglob("*.json")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "modes", "fault"),
+    [
+        (5, "before", ""),
+        (2, "before", "the old is removed before the new is there"),
+        (3, "unsynced", "nothing is synced"),
+    ],
+)
+def test_a_program_that_is_not_ours_finds_what_is_planted_and_nothing_else(
+    tmp_path: Path, number: int, modes: str, fault: str
+) -> None:
+    pytest.importorskip("ckpt_chaos")
+    scene = dataclasses.replace(outside.SCENES[number], modes=modes)
+    found = outside.play(scene, tmp_path / "out", points=7, options=("--fault", fault) if fault else ())
+    assert found.num_struck >= 5
+    assert found.verdicts["PASS"] >= 1
+    assert bool(found.failures) == bool(fault), found.failures

@@ -12,7 +12,7 @@
         engine.finish()                           # before an evaluation, a snapshot by hand, the end
 
 ``p.grad`` cannot be read or changed between the backward pass and the end of the step, and is None afterwards. A script
-that takes gradients back, or puts others into ``p.grad``, goes backward inside `GradientEngine.accumulate`: those leave
+that reads, changes or takes back its rank's own gradients goes backward inside `GradientEngine.accumulate`: those leave
 at `GradientEngine.step`.
 
 * **Staleness** 1: `step` applies the previous step's gradient, while this one's is exchanged behind the next forward
@@ -184,8 +184,10 @@ class GradientEngine:
     def accumulate(self) -> AbstractContextManager[None]:
         """Returns a context whose backward passes only add up; the last one of a step goes outside.
 
-        Their gradients are summed, as usual in PyTorch: divide the loss by the number of passes for a mean. If the last
-        one stands inside too, all leave at `step`, which then takes what the script has left or put in ``p.grad``.
+        Their gradients are summed in ``p.grad``, as usual in PyTorch: divide the loss by the number of passes for a
+        mean. If the last one stands inside too, all leave at `step`, which then takes what the script has left or put
+        there. They are this rank's own: a norm is not that of all ranks' mean, which ``clip_norm`` limits, and a
+        scaler's are still scaled.
         """
         return self._gradient_hooks.accumulate()
 

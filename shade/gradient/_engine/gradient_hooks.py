@@ -1,7 +1,8 @@
 """Moves gradients from ``p.grad`` to the open step as the backward pass completes them.
 
 Gradients move without a copy, so the next backward pass cannot overwrite a gradient that is still being sent. Until
-`GradientEngine.step`, ``p.grad`` is a `MovedGradient`, which refuses to be computed with.
+`GradientEngine.step`, ``p.grad`` is a `MovedGradient`, which refuses to be computed with. Accumulated passes move none:
+``p.grad`` is this rank's own sum, and the script's to read and change.
 
 Mixed precision: ``torch.amp.GradScaler`` looks for infinities in ``p.grad``, on each rank alone. Here gradients leave
 ``p.grad`` early, and the exchange reports every rank's overflow to all. So the engine unscales while it gathers, and
@@ -24,11 +25,16 @@ from torch.optim import Optimizer
 from shade.errors import ConfigError
 from shade.gradient._comm.step import GradientStep, StepState
 from shade.gradient._engine.bucket_state import BucketState
+from shade.gradient._optim.base import SparseOptimizer
 
 _LEFT = "gradients to be left to the engine after the backward pass"
 _TAKE_BACK = (
     "go backward inside `with engine.accumulate():`, from which gradients leave at engine.step(); "
     "or drop a batch by engine.num_samples = 0 before its backward pass"
+)
+_CHANGE = (
+    "clip with GradientEngine(..., clip_norm=...), change a rank's own gradient in p.register_hook(...) or after "
+    "`with engine.accumulate():`; engine.step() unscales, steps the optimizer and clears p.grad"
 )
 
 
@@ -47,11 +53,7 @@ class MovedGradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
-        cure = (
-            "clip with GradientEngine(..., clip_norm=...), change a rank's own gradient in p.register_hook(...); "
-            "engine.step() unscales, steps the optimizer and clears p.grad"
-        )
-        raise ConfigError.of(_LEFT, str(func), cure)
+        raise ConfigError.of(_LEFT, str(func), _CHANGE)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MovedGradient({tuple(self.shape)})"
@@ -60,7 +62,7 @@ class MovedGradient(torch.Tensor):
 class GradientHooks:
     """The hooks on all parameters of an engine, until `close`."""
 
-    def __init__(self, bucket_states: Sequence[BucketState], optimizer: Optimizer, scale: LossScale) -> None:
+    def __init__(self, bucket_states: Sequence[BucketState], optimizer: SparseOptimizer, scale: LossScale) -> None:
         self._bucket_states, self._optimizer, self._scale = bucket_states, optimizer, scale
         self._places = {
             parameter: (number, position)
@@ -71,10 +73,13 @@ class GradientHooks:
         self.work: GradientStep | None = None
         """The open step."""
         self._moved = {parameter: MovedGradient.of(parameter) for parameter in self._places}
-        self._sums: dict[Tensor, Tensor] = {}
-        """The gradients of accumulated passes, each until the next pass or the end of the step."""
         _HOLDERS.update(dict.fromkeys(map(id, self._places), weakref.ref(self)))
+        self._made: dict[Tensor, int] = {}
+        """The ids of the gradients in ``p.grad`` that backward passes of the open step have made."""
+        self._has_scripts = False
+        """Whether a gradient of the open step lies in memory of the script's own."""
         self._hooks: list[Any] = []
+        optimizer.is_stepped_by_engine = True
         for parameter in self._places:
             # The first hook runs before the backward pass adds to p.grad, the second afterwards.
             self._hooks.append(parameter.register_hook(functools.partial(self._make_room, parameter)))  # type: ignore[no-untyped-call]
@@ -88,7 +93,7 @@ class GradientHooks:
     def is_empty(self) -> bool:
         """Whether the open step has no gradient yet, neither moved nor in ``p.grad``."""
         is_untouched = self.work is None or self.work.is_untouched
-        return is_untouched and all(self._gradient_of(parameter) is None for parameter in self._places)
+        return is_untouched and all(_gradient_of(parameter) is None for parameter in self._places)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -121,15 +126,22 @@ class GradientHooks:
                 name = self._bucket_states[number].bucket.names[position]
                 got = f"p.grad of {name!r} {'set to None' if parameter.grad is None else 'replaced'}, after it had left"
                 raise ConfigError.of(_LEFT, got, _TAKE_BACK)
+        if self._scale.is_undone(self._optimizer):
+            raise ConfigError.of(_LEFT, "scaler.unscale_(optimizer)", _CHANGE)
 
     def seal(self, work: GradientStep) -> None:
         """Ends a step's backward pass: a missing gradient counts as zero. This rank's errors reach all ranks."""
+        is_waited_for = self._has_scripts or any(map(self._is_scripts, self._places))
+        self._has_scripts = False
+        self._made.clear()
         for parameter, (number, position) in self._places.items():
             if not work.has(number, position):
                 self._put(work, number, position, parameter)
             parameter.grad = None
-        self._sums.clear()
         work.sealed.set()
+        if is_waited_for:
+            # A late step is on its way while the script already writes to its own memory again.
+            work.wait(StepState.PACKED)
 
     def refuse(self, work: GradientStep, refusal: Exception) -> None:
         """Fails a step on all ranks, and waits until they know it."""
@@ -142,13 +154,14 @@ class GradientHooks:
         """Removes the hooks. Safe to call twice."""
         for hook in self._hooks:
             hook.remove()
-        self.is_closed = True
+        self.is_closed, self._optimizer.is_stepped_by_engine = True, False
         for parameter in self._places:
-            parameter.grad = self._gradient_of(parameter)
+            parameter.grad = _gradient_of(parameter)
 
     def _make_room(self, parameter: Tensor, gradient: Tensor) -> None:
         del gradient
-        parameter.grad = self._gradient_of(parameter)
+        parameter.grad = _gradient_of(parameter)
+        self._has_scripts |= self._is_scripts(parameter)
 
     def _take(self, parameter: Tensor) -> None:
         """Hook: moves a complete gradient to the open step."""
@@ -168,18 +181,22 @@ class GradientHooks:
             raise refusal
         if not self._is_accumulating:
             self._put(work, number, position, parameter)
-        elif parameter.grad is not None:
-            self._sums[parameter] = parameter.grad
-        # Not None, with which ``clip_grad_norm_`` would clip nothing and say nothing. Between accumulated passes, too:
-        # their sum is this rank's alone, and ``optimizer.step()`` would apply it.
-        parameter.grad = self._stand_in(parameter)
+            # Not None, with which ``clip_grad_norm_`` would clip nothing and say nothing.
+            parameter.grad = self._stand_in(parameter)
+        elif not self._has_scripts:
+            self._made[parameter] = id(parameter.grad)
+
+    def _is_scripts(self, parameter: Tensor) -> bool:
+        """Returns whether the script has put a gradient of its own into ``p.grad``."""
+        gradient = _gradient_of(parameter)
+        return gradient is not None and self._made.get(parameter) != id(gradient)
 
     def _put(self, work: GradientStep, number: int, position: int, parameter: Tensor) -> None:
         # One scale for the whole step: `LossScale.stepped` may move it before the last gradient is gathered.
         if work.is_untouched:
             work.scale = self._scale.unscale
         # The step refuses a converted parameter, with its name; its gradient would only fail in the thread before.
-        work.put(number, position, None if self._stand_in(parameter) is None else self._gradient_of(parameter))
+        work.put(number, position, None if self._stand_in(parameter) is None else _gradient_of(parameter))
 
     def _stand_in(self, parameter: Tensor) -> MovedGradient | None:
         """Returns what stands in p.grad, which must have its parameter's type, device and shape."""
@@ -187,9 +204,10 @@ class GradientHooks:
         now = (parameter.dtype, parameter.device, parameter.shape)
         return moved if (moved.dtype, moved.device, moved.shape) == now else None
 
-    def _gradient_of(self, parameter: Tensor) -> Tensor | None:
-        gradient = parameter.grad
-        return self._sums.get(parameter) if isinstance(gradient, MovedGradient) else gradient
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    """Returns what is in p.grad, unless it stands for a gradient that has left."""
+    return None if isinstance(parameter.grad, MovedGradient) else parameter.grad
 
 
 _HOLDERS: dict[int, weakref.ref[GradientHooks]] = {}
@@ -222,6 +240,11 @@ class LossScale:
     def unscale(self) -> float:
         """The factor for gradients."""
         return 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
+
+    def is_undone(self, optimizer: Optimizer) -> bool:
+        """Whether the script has unscaled the optimizer's gradients itself."""
+        # No public name says so, and torch's fused optimizers ask for the same.
+        return self._scaler is not None and bool(self._scaler._found_inf_per_device(optimizer))
 
     def stepped(self, is_good: bool) -> None:
         """Adapts the scale after one step that was finite on every rank, or was not."""

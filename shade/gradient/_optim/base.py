@@ -63,6 +63,8 @@ class SparseOptimizer(Optimizer, ABC):
 
     moments: ClassVar[tuple[str, ...]]
     """Names of the moments, as PyTorch's optimizer has them."""
+    is_stepped_by_engine = False
+    """Whether an engine exchanges the gradients, so that this rank's own are not to be applied."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], flush_every: int) -> None:
         if flush_every < 1:
@@ -115,12 +117,10 @@ class SparseOptimizer(Optimizer, ABC):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step with the gradients in ``p.grad``, dense or ``torch.sparse``.
 
-        A parameter that is in no bucket yet gets one of its own. A parameter without a gradient is skipped, as in
-        PyTorch.
+        A parameter in no bucket gets one of its own; without a gradient it is skipped, as in PyTorch.
 
         Args:
-            closure: Computes the loss and the gradients again. An engine's applies what the ranks exchanged: the step's
-                hooks run before and after it.
+            closure: Computes loss and gradients again. An engine's applies what came, between the step's hooks.
 
         Returns:
             The closure's result.
@@ -134,15 +134,16 @@ class SparseOptimizer(Optimizer, ABC):
             used = {place for place, gradient in enumerate(gradients) if gradient is not None}
             if used:
                 self._check_gradients()
-                gradient_D = torch.empty(bucket.size)
-                bucket.gather(gradients, gradient_D)
-                array_D = gradient_D.numpy()
+                array_D = np.empty(bucket.size, np.float32)
+                bucket.gather(gradients, torch.from_numpy(array_D))
                 indices_K = np.flatnonzero(array_D).astype(np.uint32)
                 self.apply(bucket, Sparse(indices_K, array_D[indices_K], bucket.size), used)
         return loss
 
     def _check_gradients(self) -> None:
-        """Hook: may refuse to step with gradients that no engine has taken."""
+        """Refuses to step with gradients that an engine is to take first."""
+        if self.is_stepped_by_engine:
+            raise ConfigError.of("gradients to be left to the engine", "optimizer.step()", "call engine.step()")
 
     def flush(self) -> None:
         """Brings every element up to date. Call it on all ranks or none, before weights are evaluated or exported."""
@@ -180,8 +181,7 @@ class SparseOptimizer(Optimizer, ABC):
         return [array.reshape(-1).view(np.uint8) for array in arrays if array.size]
 
     def layout_of(self, bucket: Bucket) -> list[list[Any]]:
-        """Returns of each part of a bucket how many parameters it has, and the names of the moments that it has by now;
-        JSON-plain. Ranks need the same to share a `replica`."""
+        """Returns each part's number of parameters and its moments' names, JSON-plain: a `replica` needs the same."""
         return [[len(memory.part.parameters), *memory.moments] for memory in self._parts_of(bucket)]
 
     def take_layout(self, bucket: Bucket, layout: Sequence[Sequence[Any]]) -> None:

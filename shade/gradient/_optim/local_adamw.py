@@ -70,6 +70,7 @@ class LocalAdamW(SparseSGD):
 
     @override
     def _check_gradients(self) -> None:
+        super()._check_gradients()
         # No engine has turned them into directions.
         cure = "call engine.step(), or use torch.optim.AdamW where no engine is"
         raise ConfigError.of(f"{type(self).__name__} under a GradientEngine", "optimizer.step()", cure)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from shade.checkpoint._session.checkpointer import Checkpointer
 from shade.errors import ConfigError, GradientError, NonFiniteGradientError, StateMismatchError
 from shade.gradient._compress import correction
+from shade.gradient._compress.bucket import Bucket
 from shade.gradient._compress.correction import MomentumCorrection
 from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
 from shade.gradient._compress.error_feedback import ErrorFeedback
@@ -351,18 +353,114 @@ def test_the_scale_follows_all_ranks_before_this_rank_has_scaled_a_loss() -> Non
     assert float(joined.scale(torch.ones(()))) == 4.0
 
 
+class InMemoryOfItsOwn:
+    """An edit that puts gradients into the same memory at every step, which `after` writes to."""
+
+    def __init__(self) -> None:
+        self.own: dict[nn.Parameter, torch.Tensor] = {}
+
+    def __call__(self, model: nn.Module) -> None:
+        for each in model.parameters():
+            own = self.own.setdefault(each, torch.empty_like(each))
+            own.copy_(each.grad)  # type: ignore[arg-type]
+            each.grad = own
+
+    def after(self) -> None:
+        for own in self.own.values():
+            own.fill_(1e6)
+
+
+def new_ones(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.grad = 0.5 * each.grad  # type: ignore[operator]
+
+
+def in_place(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.grad.mul_(0.5).data.add_(0.01)  # type: ignore[union-attr]
+
+
+EDITS: list[Any] = [
+    new_ones,
+    in_place,
+    lambda model: setattr(model[0].weight, "grad", None),
+    lambda model: model[2].zero_grad(set_to_none=False),
+    lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+]
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("is_accumulated", [False, True])
-def test_gradients_that_are_on_their_way_cannot_be_clipped_or_applied_in_silence(
-    staleness: int, is_accumulated: bool
+def test_accumulated_gradients_are_in_p_grad_for_the_script_to_change(
+    staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gather = Bucket.gather
+    # A late step is still on its way when the script goes on.
+    monkeypatch.setattr(Bucket, "gather", lambda *given: [time.sleep(0.004), gather(*given)][1])
+    model, reference, own = network(), network(), InMemoryOfItsOwn()
+    dense, late = torch.optim.SGD(reference.parameters(), lr=0.5), []
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.5), **EXACT, staleness=staleness) as engine:
+        for step, edit in enumerate([*EDITS, own, own, None]):
+            for number in range(2):
+                with contextlib.nullcontext() if edit is None and number else engine.accumulate():
+                    loss_of(model, 2 * step + number).backward()
+                loss_of(reference, 2 * step + number).backward()
+                for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
+                    if edit is not None:
+                        torch.testing.assert_close(mine.grad, plain.grad)
+            for each in (model, reference) if edit else ():
+                (edit if edit is not own or each is model else lambda _: None)(each)
+            engine.step()
+            own.after()
+            late.append([each.grad for each in reference.parameters()])
+            if step >= staleness:
+                step_with(dense, late.pop(0))
+            dense.zero_grad()
+        engine.finish()
+        for each in late:
+            step_with(dense, each)
+    for mine, plain in zip(parameters(model), parameters(reference), strict=True):
+        assert torch.allclose(mine, plain, atol=1e-5)
+
+
+def step_with(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def test_accumulated_gradients_are_neither_applied_nor_unscaled_by_one_rank_alone() -> None:
+    model = network()
+    optimizer, scaler = SparseSGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = parameters(model)
+    with GradientEngine(model, optimizer, **EXACT, scaler=scaler) as engine:
+        for unscales in (False, True):
+            with engine.accumulate():
+                scaler.scale(loss_of(model, 0)).backward()
+            scaler.unscale_(optimizer) if unscales else None
+            with pytest.raises(ConfigError, match=r"optimizer\.step.*engine\.step"):
+                optimizer.step()
+            assert_same(parameters(model), before)
+            if unscales:
+                with pytest.raises(ConfigError, match=r"scaler\.unscale_.*engine\.step\(\) unscales"):
+                    engine.step()
+                assert_same(parameters(model), before)
+            else:
+                engine.step()
+                before = parameters(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert not torch.equal(parameters(model)[0], before[0])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_gradients_that_are_on_their_way_cannot_be_clipped_or_applied_in_silence(staleness: int) -> None:
     model = network()
     optimizer = SparseSGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     with GradientEngine(model, optimizer, **EXACT, staleness=staleness) as engine:
         train(engine, model, range(2))
-        with engine.accumulate() if is_accumulated else contextlib.nullcontext():
-            scaler.scale(loss_of(model, 2)).backward()
+        scaler.scale(loss_of(model, 2)).backward()
         for use in (
             lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
             lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
@@ -370,7 +468,7 @@ def test_gradients_that_are_on_their_way_cannot_be_clipped_or_applied_in_silence
             optimizer.step,
             lambda: [each.grad.norm() for each in model.parameters() if each.grad is not None],
         ):
-            with pytest.raises(ConfigError, match="clip_norm"):
+            with pytest.raises(ConfigError, match=r"gradients to be left to the engine.*engine\.step"):
                 use()
         engine.step()
         assert [each.grad for each in model.parameters()] == [None] * 6

@@ -77,6 +77,12 @@ def test_two_ranks_one_rank_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_every_kind_of_tensor_comes_back_on_other_ranks_as_dcp_loads_it(tmp_path: Path) -> None:
+    for world_size, verb in ((2, "kinds"), (1, "other_kinds"), (3, "other_kinds")):
+        assert run(tmp_path, world_size, verb) == [0] * world_size, told(tmp_path)
+
+
+@pytest.mark.slow
 def test_behind_the_training_by_thread_and_by_process(tmp_path: Path) -> None:
     assert run(tmp_path, 2, "stage") == [0, 0], told(tmp_path)
     assert run(tmp_path, 2, "load") == [0, 0], told(tmp_path)

@@ -137,9 +137,6 @@ docs/format.md
 shade/gradient/_optim/local_adamw.py
   Not torch's default (0.9, 0.999)
     test_the_betas_are_not_torchs
-shade/checkpoint/_integrations/dcp_stager.py
-  by default `async_save` returns after the copy
-    test_with_an_optimizer_the_copy_runs_beside_and_the_step_waits
 """
 """Pages; sentences of each; and the test that runs the library."""
 

@@ -312,7 +312,7 @@ class SavedDTensor:
         for part, here, _ in self._overlaps(region):
             names = self.names_at(self._rank_of(part))
             rows = here[0] if here and len(names) == 1 else None
-            span = None if rows is None else range(int(min(rows)), int(max(rows)) + 1)
+            span = range(int(rows.min()), int(rows.max()) + 1) if isinstance(rows, np.ndarray) else rows
             yield from ((name, span) for name in names)
 
     def part(self, region: Region, path: str = "") -> torch.Tensor:
@@ -331,6 +331,15 @@ class SavedDTensor:
         for (_, here, there), part in zip(found, parts, strict=True):
             _words(made)[_at(made, there)] = _words(part)[_at(part, here)]
         return made
+
+    def copy_to(self, target: torch.Tensor, region: Region) -> None:
+        """Copies a region into a tensor, of its shape and perhaps another type."""
+        found = list(self._overlaps(region))
+        if all(isinstance(index, range) for _, here, there in found for index in (*here, *there)):
+            for part, here, there in found:
+                target[_at(target, there)].copy_(self._checked(part)[_at(target, here)])
+        else:
+            target.copy_(self.part(region))
 
     def whole(self) -> torch.Tensor:
         """Returns all of it."""

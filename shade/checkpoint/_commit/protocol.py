@@ -89,7 +89,7 @@ def agree(
     if different:
         cure = "wrap the model in DistributedDataParallel, or pass replicated=False to save each rank's own"
         raise CheckpointError.of("the same parameters on every rank", f"others on ranks {different} than on 0", cure)
-    _check_splits([each["splits"] for each in gathered])
+    check_splits([each["splits"] for each in gathered])
     first = gathered[0]
     record = Commit(
         run=first["run"],
@@ -106,7 +106,7 @@ def agree(
     return record, [each["stored_bytes"] for each in gathered], Pace(**first["pace"])
 
 
-def _check_splits(gathered: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+def check_splits(gathered: Sequence[Mapping[str, Sequence[Any]]]) -> None:
     """Raises unless all ranks of each mesh have split the same DTensors in the same way."""
     for mesh in {mesh for each in gathered for mesh in each}:
         said = {rank: each[mesh][0] for rank, each in enumerate(gathered) if mesh in each}

@@ -1,14 +1,8 @@
 """ShadeWriter: saves with `torch.distributed.checkpoint` into cluster memory and durable storage.
 
-DCP plans which rank writes what and gathers the outcomes; this module stores:
-
-1. The coordinator prepares a location in the first tier that has scratch; each rank learns it with its plan.
-2. Every rank packs what the plan gives it into one shard (`_integrations.dcp_shard`), puts it there, and checks that it
-   has not changed meanwhile.
-3. DCP gathers the outcomes; if one rank fails, all do, and `finish` is not called.
-4. The coordinator puts DCP's metadata as the last shard, then the commit record. Before that nothing is visible.
-
-Nothing here is collective.
+The coordinator prepares a location in the first tier that has scratch. Every rank captures its part as one shard
+(`_integrations.dcp_shard`), puts it there, and checks that it has not changed meanwhile. DCP gathers the outcomes; if
+one rank fails, all do. Else the coordinator writes the commit record, and before that nothing is visible.
 """
 
 from __future__ import annotations
@@ -18,25 +12,26 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
+from shade.checkpoint._capture.flatten import splits_in
 from shade.checkpoint._codecs.base import standalone_codec
-from shade.checkpoint._format.manifest import Commit
+from shade.checkpoint._commit.protocol import check_splits
+from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._format.retention import Keep
-from shade.checkpoint._integrations.dcp_shard import Identity, PackedState, shard_content, tensor_key, to_plain
+from shade.checkpoint._integrations.dcp_shard import PackedState, capture
 from shade.checkpoint._save.async_writer import CommitResult
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers
 from shade.checkpoint._tiers.tier import Tier
@@ -62,11 +57,7 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
 
 def names_step(checkpoint_id: str | os.PathLike[str]) -> bool:
     """Returns whether `step_of` finds a step."""
-    try:
-        step_of(checkpoint_id)
-    except ConfigError:
-        return False
-    return True
+    return _STEP.fullmatch(str(checkpoint_id).rstrip("/").rpartition("/")[2]) is not None
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ class _Assignment:
 
     location: str
     tier: str
-    identity: Identity
+    draft: Manifest
     sequence: int
 
 
@@ -83,10 +74,11 @@ class _Assignment:
 class _Receipt:
     """Sent by a rank to the coordinator."""
 
-    identity: Identity
     sequence: int
     digest: str
     num_bytes: int
+    splits: Mapping[str, Sequence[Any]]
+    """How DTensors are split, as this rank sees it, by mesh."""
 
 
 class ShadeWriter(StorageWriter):
@@ -124,7 +116,8 @@ class ShadeWriter(StorageWriter):
         self._address = Address(store, persist_to, run, keep, slots, replicas, parity, codec)
         self.step = step
         self._opened: OpenTiers | None = None
-        self._target: tuple[Tier, str] | None = None
+        self._target: tuple[Tier, str, Manifest] | None = None
+        self._planned: Collection[str] = ()
         self._saved_at = 0.0
 
     # ── what DCP calls, in this order ───────────────────────────────────────────────────────────────────────────────
@@ -143,7 +136,8 @@ class ShadeWriter(StorageWriter):
         self._opened = opened(self._address, is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the plan unchanged."""
+        """Keeps which names this rank has, and returns the plan unchanged."""
+        self._planned = {item.index.fqn for item in plan.items}
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -151,72 +145,47 @@ class ShadeWriter(StorageWriter):
         held, step = self._held(), self._step()
         self._saved_at = time.time()
         sequence = held.next_sequence()
-        tier, location = self._target = self._prepare(held, step, [*map(_estimate, plans), 0])
-        return [
-            replace(
-                plan,
-                storage_data=_Assignment(
-                    location, tier.name, Identity(self._address.run, step, rank, len(plans) + 1), sequence
-                ),
-            )
-            for rank, plan in enumerate(plans)
+        tier, location = self._prepare(held, step, [*map(_estimate, plans)])
+        blank = Manifest(self._address.run, step, 0, len(plans), self._address.codec, 0, {}, (), None)
+        self._target = tier, location, blank
+        assignments = [
+            _Assignment(location, tier.name, replace(blank, rank=rank), sequence) for rank in range(len(plans))
         ]
+        return [replace(plan, storage_data=each) for plan, each in zip(plans, assignments, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Packs and puts this rank's items; done when it returns."""
-        held, assignment = self._held(), plan.storage_data
-        if not isinstance(assignment, _Assignment) or assignment.sequence <= held.written:
+        """Captures, packs and puts this rank's shard; done when it returns."""
+        held, to = self._held(), plan.storage_data
+        if not isinstance(to, _Assignment) or to.sequence <= held.written:
             cure = "use a planner without enable_plan_caching"
             # DCP's plan cache returns an old plan with its location, which another snapshot may have by now.
             raise ConfigError.of("a plan that was made for this save", "one of a save before", cure)
-        held.written = assignment.sequence
-        tensors: dict[str, torch.Tensor] = {}
-        objects: dict[str, Any] = {}
-        for item in plan.items:
-            if item.type is WriteItemType.BYTE_IO:
-                objects[item.index.fqn] = _object(planner, item)
-            else:
-                resolved = planner.resolve_data(item)
-                assert isinstance(resolved, torch.Tensor), "DCP gives a tensor for each item that is none of bytes"
-                tensors[tensor_key(item.index)] = resolved.detach()
-        packed = PackedState(assignment.identity, shard_content(tensors, objects), self._address.codec, held.scratch)
-        tier = next(tier for tier in held.writable if tier.name == assignment.tier)
-        tier.put(assignment.location, packed.shard)
+        held.written = to.sequence
+        packed = PackedState(*capture(planner, plan, self._planned, to.draft, _rank()), held.scratch)
+        next(tier for tier in held.writable if tier.name == to.tier).put(to.location, packed.shard)
         # Nothing guards the state during the put; a tensor that changed meanwhile fails the save on all ranks.
         packed.check()
-        manifest = packed.manifest
-        receipt = _Receipt(assignment.identity, assignment.sequence, manifest.digest, manifest.num_bytes)
-        results = [WriteResult(MetadataIndex(_RECEIPT), manifest.stored_bytes, receipt)]
-        results += [
-            WriteResult(item.index, item.tensor_storage_size() or 0, assignment.identity.rank) for item in plan.items
-        ]
+        receipt = _Receipt(
+            to.sequence, packed.manifest.digest, packed.manifest.num_bytes, splits_in(packed.manifest.tree)
+        )
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([WriteResult(MetadataIndex(_RECEIPT), packed.manifest.stored_bytes, receipt)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Puts the metadata and the record, on the coordinator: now the snapshot exists."""
+        """Writes the record, on the coordinator: now the snapshot exists."""
         held = self._held()
         assert self._target is not None, "DCP finishes on the rank that prepared"
-        (tier, location), self._target = self._target, None
+        (tier, location, blank), self._target = self._target, None
         try:
             receipts = _receipts(results, held.sequence)
-            metadata.storage_data = {
-                result.index: result.storage_data
-                for each in results
-                for result in each
-                if not isinstance(result.storage_data, _Receipt)
-            }
-            last = replace(receipts[0].identity, rank=len(receipts))
-            packed = PackedState(last, {"plan": to_plain(metadata)}, self._address.codec, held.scratch)
-            tier.put(location, packed.shard)
             record = Commit(
-                run=last.run,
-                step=last.step,
+                run=blank.run,
+                step=blank.step,
                 sequence=held.sequence,
-                world_size=last.num_shards,
-                manifests=(*(receipt.digest for receipt in receipts), packed.manifest.digest),
-                num_bytes=sum(receipt.num_bytes for receipt in receipts) + packed.manifest.num_bytes,
+                world_size=len(receipts),
+                manifests=tuple(receipt.digest for receipt in receipts),
+                num_bytes=sum(receipt.num_bytes for receipt in receipts),
                 saved_at=self._saved_at,
             )
             tier.commit(location, record)
@@ -256,7 +225,7 @@ class ShadeWriter(StorageWriter):
         self._opened = None
         release(self._address)
 
-    def __enter__(self) -> ShadeWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -264,7 +233,7 @@ class ShadeWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # The arguments alone: another process opens its own connections.
-        return {"_address": self._address, "step": self.step, "_opened": None, "_target": None, "_saved_at": 0.0}
+        return {**vars(self), "_opened": None, "_target": None}
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -304,33 +273,20 @@ def _estimate(plan: SavePlan) -> int:
     return sum(data.properties.dtype.itemsize * data.chunk.sizes.numel() for data in found if data is not None)
 
 
-def _object(planner: SavePlanner, item: WriteItem) -> Any:
-    """Returns an object of the state, not pickled."""
-    if not isinstance(planner, DefaultSavePlanner):
-        cure = "derive the planner from DefaultSavePlanner, or save tensors alone"
-        raise ConfigError.of(
-            f"a planner that gives {item.index.fqn!r} without pickling it", type(planner).__name__, cure
-        )
-    return planner.lookup_object(item.index)
-
-
 def _receipts(results: Sequence[Sequence[WriteResult]], sequence: int) -> list[_Receipt]:
-    """Returns every rank's outcome of this save, in order, or raises CheckpointError."""
+    """Returns every rank's outcome of this save, in order; raises CheckpointError if one is missing, or ranks of a mesh
+    have split DTensors otherwise, so that a part may have been saved by none."""
     found = [result.storage_data for each in results for result in each if isinstance(result.storage_data, _Receipt)]
-    expected = [(rank, sequence) for rank in range(len(results))]
-    got = [(receipt.identity.rank, receipt.sequence) for receipt in found]
-    if got != expected:
+    got = [receipt.sequence for receipt in found]
+    if got != [sequence] * len(results):
         raise CheckpointError.of("a shard of this save from every rank", got, "save with one writer on all ranks alike")
+    check_splits([receipt.splits for receipt in found])
     return found
 
 
 @dataclass(frozen=True)
 class Address:
-    """The arguments that say where a run's snapshots go; `_session.checkpointer.Checkpointer` documents them.
-
-    Raises:
-        ConfigError: One is invalid; nothing was opened.
-    """
+    """The arguments that say where a run's snapshots go, as `Checkpointer` has them; ConfigError if one is invalid."""
 
     store: str | None
     persist_to: str | os.PathLike[str] | None
@@ -350,26 +306,13 @@ class Address:
 
 
 class OpenTiers:
-    """The open tiers of an address, in this process.
-
-    Args:
-        address: The address.
-        is_coordinator: Whether this process holds the run lock, prepares, commits and removes.
-    """
+    """The open tiers of an address, in this process; the coordinator's holds the run lock, commits and removes."""
 
     def __init__(self, address: Address, is_coordinator: bool) -> None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 1
-        self.tiers: Tiers = open_tiers(
-            address.run,
-            _UncoordinatedRank(0 if is_coordinator else max(1, rank)),
-            address.store,
-            address.persist_to,
-            keep=address.keep,
-            slots=address.slots,
-            replicas=address.replicas,
-            parity=address.parity,
-            buffers=1,
-        )
+        alone = SingleProcessGroup()  # ranks open their tiers without communication
+        alone.rank = 0 if is_coordinator else max(1, _rank())
+        options = {name: getattr(address, name) for name in ("keep", "slots", "replicas", "parity")}
+        self.tiers: Tiers = open_tiers(address.run, alone, address.store, address.persist_to, **options, buffers=1)
         self.writable = [tier for tier in (self.tiers.memory, self.tiers.storage) if tier is not None]
         self.sequence = 0
         """Sequence of the latest save; on the coordinator."""
@@ -398,11 +341,8 @@ class OpenTiers:
         self.tiers.close(keep_buffers=True)
 
 
-class _UncoordinatedRank(SingleProcessGroup):
-    """One of several ranks that open their tiers without communication."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 # By process, not by writer: each save may bring a new writer, and run lock and flusher outlast them.

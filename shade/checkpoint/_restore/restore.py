@@ -318,7 +318,7 @@ class _Attempt:
         """Reads the parts of DTensors that this rank needs; what it does not reach, the first rank that does sends."""
         missing: dict[str, list[int]] = {}
         for shard, (arena, manifest) in enumerate(result.arenas):
-            spans = _spans(manifest, needed)
+            spans = spans_of(manifest, needed)
             if not spans:
                 continue
             numbers = manifest.chunks_between(spans.values())
@@ -423,7 +423,7 @@ class _Attempt:
         self._tiers[(near or self._snapshot.sources)[0].tier.name] = None
 
 
-def _spans(manifest: Manifest, needed: Needed) -> dict[str, range]:
+def spans_of(manifest: Manifest, needed: Needed) -> dict[str, range]:
     """Returns the bytes of a shard that are needed, by tensor."""
     spans: dict[str, range] = {}
     for name in needed.keys() & manifest.tensors.keys():

@@ -72,6 +72,7 @@ def test_any_parts_through_small_windows(
         "rows": torch.rand(5, items // 2 + 3),
         "columns": torch.rand(items // 64, 129),
         "cube": torch.rand(40, 300, 170).to(torch.bfloat16),
+        "odd": torch.rand(10_001, dtype=torch.float64),  # so that the pairs lie where their type may not be written
         "pairs": torch.randn(9, items // 40, dtype=torch.complex128),
         "bytes": torch.randint(0, 255, (3 * CHUNK_BYTES + 11,), dtype=torch.uint8).view(torch.float8_e4m3fnuz),
         "number": torch.tensor(2.5, dtype=torch.float64),

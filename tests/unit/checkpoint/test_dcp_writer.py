@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
@@ -33,6 +35,7 @@ from shade.errors import (
 )
 from shade.storage import open_volume
 from shade.store import open_store
+from tests.support.format_reader import read_snapshot
 
 RUN = f"run-{os.getpid()}"
 """A run id is locked on the machine, and pytest-xdist runs tests in several processes."""
@@ -127,6 +130,19 @@ def test_nothing_is_pickled_and_nothing_unpickled(
     stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file())
     assert b"\x80\x02" not in stored[:8]
     assert b"torch._utils" not in stored
+
+
+def test_a_reader_made_from_the_page_of_the_format_finds_all_of_it(tmp_path: Path, writer: ShadeWriter) -> None:
+    flat, paths = flatten_state_dict(state_of(1))
+    dcp.save(state_of(1), storage_writer=writer, checkpoint_id="4")
+    _, (tree,), _ = read_snapshot(*tmp_path.glob(f"{RUN}/step-*"))
+    assert (list(tree), tree["dcp"], tree["planner_data"]) == (["dcp", "state", "planner_data"], 2, paths)
+    assert tree["state"].keys() == flat.keys()
+    for name, value in flat.items():
+        if not isinstance(value, torch.Tensor):
+            assert tree["state"][name] == (value,)
+        elif value.dtype is not torch.bfloat16:
+            assert np.array_equal(tree["state"][name], value.numpy())
 
 
 def test_two_saves_of_one_run_and_the_newest_unless_asked(tmp_path: Path, writer: ShadeWriter) -> None:

@@ -218,8 +218,11 @@ class TorchSnapshotAsync(TorchSnapshot):
 
 
 def run_id() -> str:
-    """Of all that this process saves."""
-    return f"bench-{os.getpid()}"
+    """Of all that this process saves; of ranks, that of the first."""
+    number = [os.getpid()]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(number)
+    return f"bench-{number[0]}"
 
 
 class Shade(Method):

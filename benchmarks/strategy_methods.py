@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_methods
+import measures
 import strategy_ablations  # noqa: F401  registers its strategies
 import torch
 import torch.distributed as dist
@@ -231,6 +232,82 @@ class Fsdp2DcpOverlapped(Fsdp2Dcp):
     options = StagingOptions(False, False, True, False)
 
 
+class Fsdp2Checkpointer(Strategy):
+    """A model sharded by FSDP2, attached to a Checkpointer with the default strategy."""
+
+    strategy = "overlap"
+    prepare = staticmethod(Fsdp2.prepare)
+
+
+class Fsdp2TorchCheckpointing(Fsdp2):
+    """The same saved by the package torch_checkpointing, staged in shared memory by a thread, written by a process.
+
+    It has no resharder, which needs a GPU, and no O_DIRECT, with which it cannot write to ext4: what it leaves in the
+    page cache is synced for it. It is loaded over the mesh that saved.
+    """
+
+    staged: Any = None
+    written: Any = None
+
+    def parts(self) -> tuple[Any, Any]:
+        """See `Fsdp2`; here its manager."""
+        return self.manager(), None
+
+    @staticmethod
+    def manager() -> Any:
+        """Returns a manager for tensors of the CPU."""
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+        saver, storage = AsyncCheckpointSaverConfig(staging_config=staging), LocalFileSystemStorageConfig(False)
+        return CheckpointManager(CheckpointManager.Config(save=saver, storage_config=storage))
+
+    def begin(self, step: int) -> None:
+        """See `checkpoint_methods`."""
+        begun = time.perf_counter()
+        self.finish()
+        place = self.folder / str(step)
+        self.written = self.writer.save(str(place), self.state())
+        self.staged, noted = self.writer._staging_future, threading.Event()
+        self.noted = noted
+
+        def landed(_: Any) -> None:
+            if dist.get_rank() == 0:
+                measures.sync(place)
+            self.durable_seconds.append(time.perf_counter() - begun)
+            noted.set()
+
+        self.written.add_done_callback(landed)
+
+    def may_change(self) -> None:
+        """See `checkpoint_methods`."""
+        if self.staged is not None:
+            self.staged.result()
+
+    def finish(self) -> None:
+        """See `checkpoint_methods`."""
+        if self.written is not None:
+            self.written.result()
+            self.noted.wait()
+
+    def close(self) -> None:
+        """Ends what was begun."""
+        self.writer.close()
+        dist.destroy_process_group(self.group)
+
+    @classmethod
+    def restore(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """Loads what was saved last."""
+        inside, moments = get_state_dict(model, optimizer)
+        manager = cls.manager()
+        found = manager.load(str(last(folder, "[0-9]*")), into={"model": inside, "optimizer": moments})
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        manager.close()
+
+
 def run_in(folder: Path) -> str:
     """The run that was saved there."""
     return next(path.name for path in folder.iterdir() if path.is_dir() and path.name.startswith("bench-"))
@@ -254,9 +331,11 @@ METHODS: dict[str, type[Any]] = {
         name: type(name, (Strategy,), {"strategy": name, "__doc__": f"Strategy {name}."}) for name in sorted(STRATEGIES)
     },
     **OUTSIDE,
-    "fsdp2": Fsdp2,
+    "fsdp2": Fsdp2Checkpointer,
+    "fsdp2-writer": Fsdp2,
     "fsdp2-dcp": Fsdp2Dcp,
     "fsdp2-dcp-overlapped": Fsdp2DcpOverlapped,
+    "fsdp2-torch-checkpointing": Fsdp2TorchCheckpointing,
 }
 NAMES = ["none", *OURS, *OUTSIDE]
 """Rows of the table. Those of a sharded model are asked for by name."""

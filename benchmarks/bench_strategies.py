@@ -28,7 +28,7 @@ Method
                 tensor's largest number.
 
     With --ranks the model is sharded by FSDP2 over so many processes of this machine, which share its cores and
-    exchange over gloo. `fsdp2` saves through `Checkpointer`; the others through `dcp.async_save`: `fsdp2-writer` by way of
+    exchange over gloo. `fsdp2` saves through `Checkpointer`, others through `dcp.async_save`: `fsdp2-writer` by way of
     our writer and `fsdp2-dcp-overlapped` by DCP's own, both with a stager that copies in a thread, `fsdp2-dcp` with one
     that keeps its buffers; `fsdp2-torch-checkpointing` through that package's manager.
     A figure is the longest of all ranks', bytes are their sum, and as many new processes restore at once.

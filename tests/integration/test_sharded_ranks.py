@@ -257,14 +257,16 @@ def test_fifty_kills_lose_nothing_that_was_durable(tmp_path: Path) -> None:
         compare(training, oracle.state())
         say(restored.step)
         threading.Timer(delays[rank], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-        while True:
-            training.step()
-            checkpointer.step()
-            checkpointer.save()
-            if training.done % 3 == 0:
-                checkpointer.wait_durable()
-                with noted.open("a") as file:
-                    file.write(f"{training.done}\n")
+        with contextlib.suppress(RuntimeError, ShadeError):  # of the rank whose other is killed first
+            while True:
+                training.step()
+                checkpointer.step()
+                checkpointer.save()
+                if training.done % 3 == 0:
+                    checkpointer.wait_durable()
+                    with noted.open("a") as file:
+                        file.write(f"{training.done}\n")
+        threading.Event().wait()
 
     for life in range(50):
         delay = draw.uniform(0.2, 1.5)

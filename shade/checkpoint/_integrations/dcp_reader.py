@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from typing_extensions import Self
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
 from shade.checkpoint._capture.flatten import tensors_in, unflatten

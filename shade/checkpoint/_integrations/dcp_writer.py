@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
+from typing_extensions import Self
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
 from shade.checkpoint._capture.flatten import splits_in

@@ -7,6 +7,7 @@ model of other weights and an optimizer without a state. A strategy is a name in
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import threading
 import time
@@ -339,6 +340,8 @@ METHODS: dict[str, type[Any]] = {
 }
 NAMES = ["none", *OURS, *OUTSIDE]
 """Rows of the table. Those of a sharded model are asked for by name."""
+if importlib.util.find_spec("torch_checkpointing") is None:
+    del METHODS["fsdp2-torch-checkpointing"]
 SHARDED = [name for name, method in METHODS.items() if hasattr(method, "prepare")]
 """Methods that shard the model: what several ranks are measured with."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -78,7 +79,9 @@ def test_a_model_is_sharded_over_several_ranks(tmp_path: Path) -> None:
     done = bench(*words)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "strategies-ranks.jsonl").read_text().splitlines()]
-    methods = ("fsdp2", "fsdp2-dcp", "fsdp2-dcp-overlapped")
+    methods = ["fsdp2", "fsdp2-dcp", "fsdp2-dcp-overlapped", "fsdp2-writer"]
+    if importlib.util.find_spec("torch_checkpointing") is not None:
+        methods.insert(3, "fsdp2-torch-checkpointing")
     assert sorted((row["ranks"], row["method"]) for row in rows) == [(n, name) for n in (2, 3) for name in methods]
     for row in rows:
         assert row["equal"]
@@ -87,7 +90,10 @@ def test_a_model_is_sharded_over_several_ranks(tmp_path: Path) -> None:
     text = (tmp_path / "strategies-ranks.md").read_text()
     assert "## 2 ranks, resnet, tiny" in text
     assert "## 3 ranks, resnet, tiny" in text
-    assert "known: fsdp2, fsdp2-dcp" in bench("--ranks", "2", "--methods", "copy", "--model", "resnet").stderr
+    assert (
+        "known: fsdp2, fsdp2-writer, fsdp2-dcp"
+        in bench("--ranks", "2", "--methods", "copy", "--model", "resnet").stderr
+    )
 
 
 @pytest.mark.parametrize(

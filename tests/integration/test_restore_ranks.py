@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import shutil
+import signal
 import time
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +23,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import shade
 from shade.checkpoint import Checkpointer, StateDictCheckpointer, load_weights
+from shade.checkpoint._buffer.shared_memory_folder import own_folder
 from shade.checkpoint._format.manifest import CHUNK_BYTES
+from shade.checkpoint._session.checkpointer import tiers_of
 from shade.checkpoint.dcp import ShadeReader, ShadeWriter
 from shade.errors import CheckpointError, ConfigError, StateMismatchError
 from shade.launch.ranks import free_port
@@ -255,6 +259,37 @@ def test_whole_weights_go_into_a_model_that_is_sharded(tmp_path: Path) -> None:
         assert not difference(whole, dict(source.state_dict())) or rank
 
     in_processes(2, act, tmp_path / "meeting")
+
+
+def test_a_snapshot_that_one_rank_has_begun_to_replace_is_passed_over(tmp_path: Path) -> None:
+    run, layer = f"replaced-{tmp_path.name}", torch.nn.Linear(3, 2)
+
+    def opened() -> Checkpointer:
+        checkpointer = Checkpointer(persist_to=tmp_path / "storage", run=run, every="never")
+        checkpointer.attach(model=layer)
+        return checkpointer
+
+    def save(rank: int, say: Say) -> None:
+        checkpointer = opened()
+        checkpointer.save()
+        checkpointer.wait_durable()
+        say(str(tiers_of(checkpointer).shared_memory.folder))
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def restore(rank: int, say: Say) -> None:
+        with opened() as checkpointer:
+            say(checkpointer.restore_latest().tiers)
+
+    folder, _ = in_processes(2, save, tmp_path / "first")
+    for place in (tmp_path / "storage" / run).glob("step-*"):  # as if it had not come there yet
+        shutil.rmtree(place)
+    for kind in ("commit", "json"):  # what the first rank's next save gives up at once
+        (Path(folder) / f"rank-0.0.{kind}").unlink()
+    try:
+        assert in_processes(2, restore, tmp_path / "second") == [(), ()]
+    finally:
+        shutil.rmtree(own_folder(run), ignore_errors=True)
 
 
 WIDTH = 1030

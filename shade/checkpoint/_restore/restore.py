@@ -242,6 +242,9 @@ def read_newest(
         attempt = _Attempt(reader, group, snapshot, only, newest, borrowable, needed)
         try:
             return attempt.run()
+        except _CeasedError as error:
+            if group.rank == 0:
+                logger.warning("%s; it is passed over", error)
         except CorruptCheckpointError as error:
             reasons.append(str(error))
             if group.rank == 0 and record is not candidates[-1]:
@@ -266,6 +269,10 @@ def _record(text: str) -> Commit:
     return Commit.parse(text.encode())
 
 
+class _CeasedError(CheckpointError):
+    """A snapshot that shared memory alone had, and that a later save had begun to replace when it was ended."""
+
+
 class _Attempt:
     """One attempt to read one snapshot, on one rank."""
 
@@ -286,7 +293,12 @@ class _Attempt:
     def run(self) -> ReadSnapshot:
         record, group = self._snapshot.record, self._group
         near = group.gather([self._is_near(rank) for rank in range(record.world_size)])
-        ranks_with_source = [rank for rank, sees in enumerate(group.gather(bool(self._snapshot.sources))) if sees]
+        kept = group.gather([not source.tier.every_rank_commits for source in self._snapshot.sources])
+        ranks_with_source = [rank for rank, sources in enumerate(kept) if sources]
+        if not any(map(any, kept)) and not all(any(ranks) for ranks in zip(*near, strict=True)):
+            # A rank that begins a save gives its part up; its processes were not all killed at the same moment.
+            got = "a part of it: a save that was cut off had begun to replace it, or a machine is gone"
+            raise _CeasedError(f"expected all of step {record.step}, which shared memory alone had, got {got}")
         result = ReadSnapshot(record, [], self._snapshot.sources, None, {}, self._newest_sequence, [])
         sources: list[tuple[int, bool]] = []
         for shard in range(record.world_size):

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import IO, Final
 
@@ -145,8 +146,10 @@ class Held:
 
 def held_here(parent: Path | None = None) -> Iterator[Held]:
     """Yields what each run has in shared memory, in the order of their ids."""
-    for path in sorted(own_folder("", parent).glob(f"*/*/{ABOUT}")):
-        yield Held(path.parent, path.parent.parent.name)
+    folder = own_folder("", parent)
+    # pathlib's own would raise where another process removes a folder meanwhile.
+    for place in sorted(glob(f"*/*/{ABOUT}", root_dir=folder)):
+        yield Held((folder / place).parent, Path(place).parts[0])
 
 
 def sweep_memory() -> None:

@@ -54,6 +54,23 @@ def test_only_what_is_old_and_lies_elsewhere_is_swept(here: Path) -> None:
     used.close()
 
 
+def test_a_run_that_is_removed_while_it_is_listed_does_not_keep_another_from_beginning(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left("going", age_seconds=0, elsewhere=3)
+    left("staying", age_seconds=0, elsewhere=3)
+    scandir = os.scandir
+
+    def removed(path: Any) -> Any:
+        if str(path).endswith("going"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removed)
+    sweep_memory()
+    assert [each.run for each in held_here()] == ["staying"]
+
+
 @pytest.mark.parametrize("call", ["glob", "read_bytes", "read_text", "stat", "iterdir"])
 @pytest.mark.parametrize("is_before", [True, False])
 def test_what_its_run_removes_meanwhile_is_neither_swept_nor_counted(

@@ -218,7 +218,7 @@ class TorchSnapshotAsync(TorchSnapshot):
 
 
 def run_id() -> str:
-    """Of all that this process saves; of ranks, that of the first."""
+    """Returns the run that this process saves under; all ranks have the first one's."""
     number = [os.getpid()]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(number)

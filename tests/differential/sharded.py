@@ -53,7 +53,7 @@ class Layout:
     """A key of `LAYOUTS`."""
     num_ranks: int = 2
     seed: int = 0
-    """Of the mesh and the placements of ``drawn``."""
+    """Decides the mesh and the placements of ``drawn``."""
 
 
 @dataclass(frozen=True)

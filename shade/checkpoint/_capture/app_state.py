@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
-from shade.checkpoint._capture.flatten import escape, flatten, part_of, parts_in, tensors_in, unflatten
+from shade.checkpoint._capture.flatten import escape, flatten, has_dtensors, part_of, parts_in, tensors_in, unflatten
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of
 from shade.checkpoint._capture.module_state import (
     check_module,
@@ -39,7 +39,7 @@ from shade.checkpoint._capture.module_state import (
     unwrapped,
     way_back_of,
 )
-from shade.checkpoint._capture.sharding import SavedDTensor, Take, fitted, is_dtensor, placed, region_for
+from shade.checkpoint._capture.sharding import SavedDTensor, fitted, is_dtensor, placed, region_for
 from shade.checkpoint._capture.stateful_loader import StatefulLoader
 from shade.errors import ConfigError, ShadeError, StateMismatchError
 from shade.types import Parted, Resumed, Stateful, StepCounting
@@ -294,11 +294,12 @@ class AppState:
                     found[name] = _both(rows, found[name]) if name in found else rows
             return saved
 
-        if parts_in(tree, 0):
+        if has_dtensors(tree):
             state = unflatten(part_of(tree, only), tensors)
             for name in state.keys() & self._objects.keys():
                 with contextlib.suppress(*_UNFIT):
-                    self._fitted(name, state[name], note, has_dtensors=True)
+                    own, saved = _in_place_of(state[name], self._objects[name])
+                    fitted(saved, own, name, note)
         return found
 
     def left_out(self, tree: Any, attached: Collection[str]) -> list[str]:
@@ -343,7 +344,7 @@ class AppState:
                     "restore(only=[...]) loads a part, attach() under the names that were saved loads the rest"
                 )
             for name in names:
-                self._check(name, state, has_dtensors=bool(parts_in(part_of(tree, [name]), 0)))
+                self._check(name, state, is_split=has_dtensors(part_of(tree, [name])))
             parted = [name for name in names if isinstance(self._objects[name], Parted)] if trees else []
             states = [unflatten(part_of(each, parted), tensors) for each in trees] if parted else []
             parts = {name: [each[name] for each in states if name in each] for name in parted}
@@ -357,22 +358,24 @@ class AppState:
                 if isinstance(target, Resumed):
                     target.at_resume(lambda: torch.set_rng_state(generator))
 
-    def _check(self, name: str, state: dict[str, Any], *, has_dtensors: bool) -> None:
+    def _check(self, name: str, state: dict[str, Any], *, is_split: bool) -> None:
         """Raises a StateMismatchError if one object's state does not fit; makes it what this rank's object takes."""
         target = self._objects[name]
-        # Of what an object keeps and multiplies, see `_separate`.
-        is_exact = not (kind_of(target) is torch.nn.Module or _is_elementwise(target))
+        # What an object keeps and multiplies lies where `_separate` says.
+        is_aligned = is_split and not _is_copied_or_elementwise(target)
 
         def take(saved: SavedDTensor, own: Any, path: str) -> Any:
-            return placed(saved, own, path, is_aligned=is_exact)
+            return placed(saved, own, path, is_aligned=is_aligned)
 
         try:
             if isinstance(target, torch.optim.Optimizer):
                 _check_groups(name, target, state[name])
-            if has_dtensors or isinstance(target, _TRAINED):
-                state[name] = self._fitted(name, state[name], take, has_dtensors=has_dtensors)
+            if is_split or isinstance(target, _TRAINED):
+                own, state[name] = _in_place_of(state[name], target)
+                if is_split or _are_split(own):
+                    state[name] = fitted(state[name], own, name, take)
             if isinstance(target, torch.nn.Module):
-                check_module(name, target.state_dict(), state[name], own_ways(target))
+                check_module(name, own, state[name], own_ways(target))
             elif isinstance(target, torch.optim.Optimizer):
                 _check_shapes(name, target, state[name])
             elif isinstance(target, StatefulLoader):
@@ -380,28 +383,13 @@ class AppState:
         except _UNFIT as error:
             raise refused(name, error) from error
 
-    def _fitted(self, name: str, saved: Any, take: Take, *, has_dtensors: bool) -> Any:
-        """Returns one object's saved state under the names that it has now, and with DTensors where it has them."""
-        target = self._objects[name]
-        if isinstance(target, torch.optim.Optimizer) and all(isinstance(key, int) for key in saved["state"]):
-            # A state that does not exist before the first step is split as its parameter is.
-            params = dict(enumerate(_params_of(target)))
-            return fitted(saved, {"state": params}, name, take) if has_dtensors or _are_split(params) else saved
-        own = target.state_dict()
-        saved = renamed(own, saved) if isinstance(target, torch.nn.Module) else saved
-        return fitted(saved, own, name, take) if has_dtensors or _are_split(own) else saved
-
     def _separate(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors; copies those that an object keeps and multiplies, to where PyTorch would allocate them.
 
         A matrix product or dot product of the same numbers differs in its last bits with their place in memory. Modules
         copy what they load, and most of PyTorch's optimizers use each number by itself.
         """
-        exact = [
-            name
-            for name, target in self._objects.items()
-            if not (kind_of(target) is torch.nn.Module or _is_elementwise(target))
-        ]
+        exact = [name for name, target in self._objects.items() if not _is_copied_or_elementwise(target)]
         placed = {name for tree in trees for name in tensors_in(part_of(tree, exact))}
         return {
             name: tensor.clone() if name in placed and tensor.data_ptr() % _ALIGNED_BYTES else tensor
@@ -490,6 +478,11 @@ _ALIGNED_BYTES: Final = 64
 """Where PyTorch's allocator begins a tensor on the CPU."""
 
 
+def _is_copied_or_elementwise(target: object) -> bool:
+    """Returns whether it copies the state that it loads, or uses each number of it by itself."""
+    return kind_of(target) is torch.nn.Module or _is_elementwise(target)
+
+
 def _is_elementwise(target: object) -> bool:
     """Returns whether it is one of PyTorch's own optimizers, and none that makes products of its state."""
     is_own = kind_of(target) is torch.optim.Optimizer and is_torchs(target, "step")
@@ -543,9 +536,19 @@ def _both(one: range | None, other: range | None) -> range | None:
     return range(min(one.start, other.start), max(one.stop, other.stop))
 
 
+def _in_place_of(saved: Any, target: Any) -> tuple[Any, Any]:
+    """Returns what an object has in the place of its saved state, and that under the names that it has now."""
+    if isinstance(target, torch.optim.Optimizer) and all(isinstance(key, int) for key in saved["state"]):
+        # A state that does not exist before the first step is split as its parameter is.
+        return {"state": dict(enumerate(_params_of(target)))}, saved
+    own = target.state_dict()
+    return own, renamed(own, saved) if isinstance(target, torch.nn.Module) else saved
+
+
 def _are_split(own: Mapping[Any, Any]) -> bool:
-    """Returns whether a value is a DTensor."""
-    return any(type(each) not in (torch.Tensor, torch.nn.Parameter) and is_dtensor(each) for each in own.values())
+    """Returns whether a value, or a value's of an optimizer's state, is a DTensor."""
+    values = (each for value in own.values() for each in (value.values() if isinstance(value, dict) else (value,)))
+    return any(type(each) not in (torch.Tensor, torch.nn.Parameter) and is_dtensor(each) for each in values)
 
 
 def _is_on_some(target: object, world_size: int) -> bool:

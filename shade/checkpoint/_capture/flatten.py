@@ -702,6 +702,11 @@ def parts_in(tree: Any, rank: int) -> set[str]:
     return {own_name(stem, rank) for part, *_ in _dtensors_in(tree) for stem in tensors_in(part)}
 
 
+def has_dtensors(tree: Any) -> bool:
+    """Returns whether a tree has a DTensor."""
+    return any(True for _ in _dtensors_in(tree))
+
+
 def splits_in(tree: Any) -> dict[str, tuple[str, int]]:
     """Returns, by mesh, a digest of how the DTensors in a tree are split, and how many ranks the mesh has."""
     hashes: dict[str, Any] = {}

@@ -335,15 +335,9 @@ class _Attempt:
                 continue
             numbers = manifest.chunks_between(spans.values())
             try:
-                mapped = self._reader.in_place(self._snapshot, manifest, numbers)
-                if mapped is None:
-                    fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, numbers))
-                else:
-                    borrowable = self._borrowable(manifest.tree, shard) & spans.keys()
-                    result.tensors |= tensors_at(mapped, {name: manifest.tensors[name] for name in borrowable})
-                    own = [manifest.tensors[name] for name in spans.keys() - borrowable]
-                    arena.copy_from(torch.frombuffer(mapped, dtype=torch.uint8), own)
-                self._note(is_near=mapped is not None)
+                borrowed = self._read_here(manifest, arena, {name: manifest.tensors[name] for name in spans}, numbers)
+                result.tensors |= borrowed or {}
+                self._note(is_near=borrowed is not None)
             except (CheckpointError, StoreError, StorageError):
                 missing[str(shard)] = numbers
         for shard, numbers in _all_of(self._group.gather(missing)).items():
@@ -361,27 +355,33 @@ class _Attempt:
 
     def _read_on_every_rank(self, shard: int) -> tuple[Manifest, Arena, dict[str, torch.Tensor]]:
         """Reads a shard on every rank; if one fails, all do. Returns also the tensors that are views in place."""
-        manifest, arena, failure = None, None, None
-        borrowed: dict[str, torch.Tensor] = {}
+        manifest, arena, borrowed, failure = None, None, None, None
         try:
             manifest = self._reader.manifest(self._snapshot, shard)
             arena, wanted = Arena(manifest.num_bytes), self._entries(manifest)
-            numbers = manifest.chunks_of(wanted)
-            mapped = self._reader.in_place(self._snapshot, manifest, numbers)
-            if mapped is None:
-                fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, numbers))
-            else:
-                data = torch.frombuffer(mapped, dtype=torch.uint8)
-                borrowable = self._borrowable(manifest.tree, shard)
-                borrowed = tensors_at(mapped, {name: entry for name, entry in wanted.items() if name in borrowable})
-                arena.copy_from(data, (wanted[name] for name in wanted.keys() - borrowed.keys()))
+            borrowed = self._read_here(manifest, arena, wanted, manifest.chunks_of(wanted))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
         self._check(failure)
         assert manifest is not None
         assert arena is not None
         self._note(is_near=True)
-        return manifest, arena, borrowed
+        return manifest, arena, borrowed or {}
+
+    def _read_here(
+        self, manifest: Manifest, arena: Arena, wanted: Mapping[str, TensorEntry], numbers: Sequence[int]
+    ) -> dict[str, torch.Tensor] | None:
+        """Reads chunks of a shard for the tensors that lie in them. Returns those that are views of this machine's
+        memory, where it has the shard; else None."""
+        mapped = self._reader.in_place(self._snapshot, manifest, numbers)
+        if mapped is None:
+            fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, numbers))
+            return None
+        borrowable = self._borrowable(manifest.tree, manifest.rank)
+        borrowed = tensors_at(mapped, {name: entry for name, entry in wanted.items() if name in borrowable})
+        data = torch.frombuffer(mapped, dtype=torch.uint8)
+        arena.copy_from(data, (wanted[name] for name in wanted.keys() - borrowed.keys()))
+        return borrowed
 
     def _read_on_one_rank(self, shard: int, source: int, *, is_near: bool) -> tuple[Manifest, Arena]:
         """Reads a shard on one rank, and broadcasts it in batches of chunks."""
@@ -524,13 +524,14 @@ def restore_app_state(
         return Restored(0, 0), None
     record = found.record
     names = contents.names if only is None else list(only)
-    attached = {name for names in group.gather(contents.names) for name in names}
-    if only is None and (left := contents.left_out(found.tree, attached)):
-        logger.warning(
-            "step %d also holds %s, which nothing attached takes: it is not restored, and the next save is without it; "
-            "attach() it before you restore",
-            *(record.step, ", ".join(left)),
-        )
+    if only is None:
+        attached = {name for names in group.gather(contents.names) for name in names}
+        if left := contents.left_out(found.tree, attached):
+            logger.warning(
+                "step %d also holds %s, which nothing attached takes: it is not restored, and the next save is without "
+                "it; attach() it before you restore",
+                *(record.step, ", ".join(left)),
+            )
     if group.rank >= record.world_size and "random" in names:
         # A new rank keeps the generators that it was seeded with.
         names.remove("random")

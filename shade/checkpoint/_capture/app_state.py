@@ -275,16 +275,8 @@ class AppState:
     def needed(
         self, tree: Any, tensors: Mapping[str, torch.Tensor], only: Collection[str] | None
     ) -> dict[str, range | None]:
-        """Returns which parts of a tree's DTensors this rank needs.
-
-        Args:
-            tree: The skeleton of the state that will be loaded.
-            tensors: All tensors that it names; parts of DTensors need not be read yet.
-            only: Names of the objects that will be loaded; None: all.
-
-        Returns:
-            Names of tensors, and the rows of each; None: all.
-        """
+        """Returns which parts of the DTensors of ``only`` these objects (None: all) this rank needs, by name, and the
+        rows of each (None: all). Of ``tensors``, those parts need not be read yet."""
         found: dict[str, range | None] = {}
 
         def note(saved: SavedDTensor, own: Any, path: str) -> SavedDTensor:

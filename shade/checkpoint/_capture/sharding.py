@@ -173,9 +173,6 @@ def _strides_of(mesh_shape: tuple[int, ...], ranks: tuple[int, ...]) -> list[int
     return steps if is_regular else None
 
 
-# ── indices ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _chunk(index: Index, count: int, number: int) -> Index:
     size = -(-len(index) // count)
     return index[number * size : (number + 1) * size]
@@ -237,9 +234,6 @@ def _at(tensor: torch.Tensor, index: Region) -> Any:
     return tuple(torch.from_numpy(each) for each in np.ix_(*map(_array, index)))
 
 
-# ── the live tensor ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def sharding_of(tensor: Any, path: str) -> tuple[Sharding, tuple[int, ...]]:
     """Returns how a DTensor is sharded, and which part of it this rank has. Raises `ConfigError` if it waits for a
     reduction, its shards are applied in an order of their own, or this rank's part is not the one that its placements
@@ -278,9 +272,6 @@ def _split_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[Sharding, tuple[i
     made = Sharding(tuple(spec.shape), tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), placements)
     part = made.part_at(coordinate)
     return made, part, tuple(len(index) for index in made.region(part))
-
-
-# ── what was saved ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, eq=False)

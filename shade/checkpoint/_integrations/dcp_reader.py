@@ -139,8 +139,6 @@ class ShadeReader(StorageReader):
         """Returns whether the id names a step."""
         return names_step(checkpoint_id)
 
-    # ── called by users ─────────────────────────────────────────────────────────────────────────────────────────────
-
     def steps(self) -> list[int]:
         """Returns the steps that DCP saved in this run, newest first; loading shows whether they are intact."""
         return [snapshot.record.step for snapshot, _ in self._found()]
@@ -155,8 +153,6 @@ class ShadeReader(StorageReader):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    # ── private ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tiers(self) -> Reader:
         if self._reader is None:

@@ -203,8 +203,6 @@ class ShadeWriter(StorageWriter):
         """Returns whether the id names a step."""
         return names_step(checkpoint_id)
 
-    # ── for the user ────────────────────────────────────────────────────────────────────────────────────────────────
-
     def wait_durable(self, timeout_seconds: float | None = None) -> None:
         """Returns when the step saved last is in storage, on any rank. Raises ConfigError if there is no storage, or
         CheckpointError if the step is not there in time."""
@@ -235,8 +233,6 @@ class ShadeWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # The arguments alone: another process opens its own connections.
         return {**vars(self), "_opened": None, "_target": None}
-
-    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _held(self) -> OpenTiers:
         assert self._opened is not None, "DCP sets the writer up first"

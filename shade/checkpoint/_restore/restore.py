@@ -371,8 +371,7 @@ class _Attempt:
     def _read_here(
         self, manifest: Manifest, arena: Arena, wanted: Mapping[str, TensorEntry], numbers: Sequence[int]
     ) -> dict[str, torch.Tensor] | None:
-        """Reads chunks of a shard for the tensors that lie in them. Returns those that are views of this machine's
-        memory, where it has the shard; else None."""
+        """Reads chunks of a shard; returns wanted tensors that are views of memory; None if it lies elsewhere."""
         mapped = self._reader.in_place(self._snapshot, manifest, numbers)
         if mapped is None:
             fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, numbers))

@@ -105,7 +105,7 @@ class Store(ABC):
         all nodes are unreachable."""
 
     def get_many_into(self, items: Mapping[str, memoryview]) -> list[bool]:
-        """Reads large values straight into the caller's memory, one after the other.
+        """Reads large values straight into the caller's memory, one after the other; waits for a slow server.
 
         Returns True where the buffer now holds the whole value; False where there is none, its node is unreachable, or
         its length is not the buffer's. Then the buffer's content is undefined.
@@ -125,7 +125,7 @@ class Store(ABC):
 
     def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
         """Writes as `set_many` does, and returns in the order of ``items`` None where it was written, `StoreFullError`
-        where the server has no memory left, `StoreUnavailableError` where it is unreachable."""
+        where the server has no memory left, `StoreUnavailableError` where it is unreachable. Waits for a slow one."""
         full = StoreFullError(f"a server of {self.url} has no memory left; raise its maxmemory")
         return [None if written else full for written in self.set_many(items)]
 

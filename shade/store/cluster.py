@@ -127,9 +127,9 @@ class ClusterStore(RemoteStore):
             node = self._nodes.setdefault(address, fresh)  # atomic: two threads end up with the same one
         return node
 
-    def _round(self, keys: Sequence[str], commands: Sequence[Command]) -> Sequence[Outcome]:
+    def _round(self, keys: Sequence[str], commands: Sequence[Command], patient: bool = False) -> Sequence[Outcome]:
         slot_map = self._slot_map()
-        owners, resting = slot_map.owners, self._resting(slot_map)
+        owners, resting = slot_map.owners, self._resting(slot_map, patient)
         # One exception object for all keys without a server: raising it is the rare case.
         silent: Outcome = StoreUnavailableError(f"no node of {self.url} serves this slot")
         outcomes: list[Outcome] = [silent] * len(commands)
@@ -213,14 +213,14 @@ class ClusterStore(RemoteStore):
         host, _, port = redirection.text.rpartition(" ")[2].rpartition(":")
         return host.strip("[]") or asked[0], int(port)
 
-    def _resting(self, slot_map: SlotMap) -> frozenset[Address]:
+    def _resting(self, slot_map: SlotMap, patient: bool) -> frozenset[Address]:
         """Returns the primaries to leave out now; none if that would be all."""
-        resting = self._health.resting()
+        resting = self._health.silent() if patient else self._health.resting()
         return frozenset() if resting.issuperset(slot_map.primaries) else resting
 
     def _check_another_serves(self) -> None:
         """Raises StoreUnavailableError if no other node answers either, after a batch that went wholly unanswered."""
-        others = [address for address in self._slot_map().primaries if address not in self._health.resting()]
+        others = [address for address in self._slot_map().primaries if address not in self._health.silent()]
         probe = ("GET", PROBE_KEY)  # any key: MOVED is a sign of life too, CLUSTERDOWN is none
         for address, answer in zip(others, exchange([(self._node(each), [probe]) for each in others]), strict=True):
             if isinstance(answer, StoreUnavailableError):

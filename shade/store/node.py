@@ -5,8 +5,8 @@ from whichever has bytes ready: a slow server delays no other, and several silen
 
 `NodeHealth` is a circuit breaker for each node of a cluster: one that failed, or is slow, is left out for a pause of 2,
 then 4, then 8 seconds. *Slow* means: more than `SLOW_SECONDS` and more than `SLOW_FACTOR` times the median of the same
-round, twice in a row. If most nodes are slow, none is left out. Invariant: a node that answered in time is never left
-out.
+round, twice in a row. If most nodes are slow, none is left out. A slow node costs a cache misses; what has to be
+written, or read whole, waits for it (`silent`). Invariant: a node that answered in time is never left out.
 """
 
 from __future__ import annotations
@@ -205,6 +205,7 @@ class NodeHealth:
         self._until: dict[Address, float] = {}
         self._pause: dict[Address, float] = {}
         self._strikes: dict[Address, int] = {}
+        """Slow rounds in a row."""
 
     def resting(self) -> frozenset[Address]:
         """Returns the nodes to leave out now."""
@@ -213,8 +214,16 @@ class NodeHealth:
         now = self._clock()
         return frozenset(address for address, until in list(self._until.items()) if now < until)
 
+    def silent(self) -> frozenset[Address]:
+        """Returns those of them that did not answer; the others are slow."""
+        return self.resting().difference(self._strikes)
+
     def failed(self, address: Address) -> None:
         """Starts a pause for a node that did not answer, twice as long as its last one."""
+        self._strikes.pop(address, None)
+        self._rest(address)
+
+    def _rest(self, address: Address) -> None:
         pause = min(2 * self._pause.get(address, FIRST_PAUSE_SECONDS / 2), LONGEST_PAUSE_SECONDS)
         self._pause[address] = pause
         self._until[address] = self._clock() + pause
@@ -226,7 +235,7 @@ class NodeHealth:
             if usual and took > max(SLOW_SECONDS, SLOW_FACTOR * usual):
                 self._strikes[address] = self._strikes.get(address, 0) + 1
                 if self._strikes[address] >= SLOW_ROUNDS:
-                    self.failed(address)
+                    self._rest(address)
             elif address in self._strikes or address in self._pause:
                 for memory in (self._strikes, self._pause, self._until):
                     memory.pop(address, None)

@@ -37,7 +37,7 @@ class RedisStore(RemoteStore):
         host, port = url.addresses[0] if url.addresses else ("", 0)
         self._node = Node(Endpoint.of(url, host, port), timeout_seconds)
 
-    def _round(self, keys: Sequence[str], commands: Sequence[Command]) -> Sequence[Outcome]:
+    def _round(self, keys: Sequence[str], commands: Sequence[Command], patient: bool = False) -> Sequence[Outcome]:
         (answer,) = exchange([(self._node, commands)])
         if isinstance(answer, StoreUnavailableError):
             raise answer

@@ -73,10 +73,10 @@ class RemoteStore(Store):
         return f"{type(self).__name__}({self.url!r})"
 
     @abstractmethod
-    def _round(self, keys: Sequence[str], commands: Sequence[Command]) -> Sequence[Outcome]:
+    def _round(self, keys: Sequence[str], commands: Sequence[Command], patient: bool = False) -> Sequence[Outcome]:
         """Sends each command to the server that has its key (``keys`` has one each), in one round trip a server.
         Returns one outcome a command; `StoreUnavailableError` for one of several servers that is unreachable. Raises it
-        if no server is reachable."""
+        if no server is reachable. Patient: a server that is only slow is asked too."""
 
     def _can_be_asked_for(self, key: str, holder: Node) -> bool:
         """Returns whether a read of a key that a server lists would go to that server."""
@@ -127,49 +127,46 @@ class RemoteStore(Store):
         # One value a round trip: a server that prepares several large replies at once pushes them out of its core's
         # cache. Threads that each ask for their own keep servers and network busy.
         for key, buffer in items.items():
-            (outcome,) = self._round([key], [GetInto(key, buffer)])
+            (outcome,) = self._round([key], [GetInto(key, buffer)], patient=True)
             found.append(self._answer(outcome) == len(buffer))
         return found
 
     @override
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        return [refusal is None for refusal in self.refusals(items)]
+        return [self._refusal(outcome) is None for outcome in self._write(items, ())]
 
     @override
     def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
-        away = StoreUnavailableError(f"a server of {self.url} does not answer or does not serve this slot")
-        full = StoreFullError(f"a server of {self.url} has no memory left; raise its maxmemory")
+        return [self._refusal(outcome) for outcome in self._write(items, (), patient=True)]
 
-        def refusal(outcome: Outcome) -> StoreError | None:
-            if _is_full(outcome):
-                return full
-            if isinstance(outcome, StoreUnavailableError):
-                return outcome
-            return away if self._answer(outcome) is None else None
-
-        return [refusal(outcome) for outcome in self._write(items, ())]
+    def _refusal(self, outcome: Outcome) -> StoreError | None:
+        if _is_full(outcome):
+            return StoreFullError(f"a server of {self.url} has no memory left; raise its maxmemory")
+        if isinstance(outcome, StoreUnavailableError):
+            return outcome
+        if self._answer(outcome) is None:
+            return StoreUnavailableError(f"a server of {self.url} does not answer or does not serve this slot")
+        return None
 
     @override
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
         outcomes = self._write(items, (b"NX",))
         return [not _is_full(outcome) and self._answer(outcome) is not None for outcome in outcomes]
 
-    def _write(self, items: Mapping[str, Bytes], condition: Command) -> list[Outcome]:
+    def _write(self, items: Mapping[str, Bytes], condition: Command, patient: bool = False) -> list[Outcome]:
         """Sends one SET an item, in rounds of bounded size; ``condition`` ends each command."""
         self._check_open()
         outcomes: list[Outcome] = []
         keys: list[str] = []
         commands: list[Command] = []
         round_bytes = 0
-        for key, value in items.items():
+        for number, (key, value) in enumerate(items.items(), 1):
             keys.append(key)
             commands.append((b"SET", key, value, *condition))
             round_bytes += memoryview(value).nbytes
-            if round_bytes >= ROUND_BYTES or len(keys) >= _ROUND_COMMANDS:
-                outcomes.extend(self._round(keys, commands))
+            if round_bytes >= ROUND_BYTES or len(keys) >= _ROUND_COMMANDS or number == len(items):
+                outcomes.extend(self._round(keys, commands, patient))
                 keys, commands, round_bytes = [], [], 0
-        if keys:
-            outcomes.extend(self._round(keys, commands))
         return outcomes
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -255,6 +256,28 @@ def test_a_server_of_a_cluster_stops_in_the_middle_of_a_put(cluster: LocalCluste
     finally:
         cluster.servers[1].signal(signal.SIGCONT)
     tier.close()
+
+
+def test_a_server_of_a_cluster_that_is_slow_is_waited_for(cluster: LocalCluster) -> None:
+    """A slow server costs a cache misses; here its chunks would be missing. It stands still for a moment, with several
+    chunks under way to it, and answers long before its timeout."""
+    with open_store(cluster.url, timeout_seconds=20) as store:
+        tier = MemoryTier(store, "run", replicas=1)
+        num_hiccups = 0
+
+        def hiccup() -> None:
+            nonlocal num_hiccups
+            cluster.servers[1].signal(signal.SIGSTOP)
+            threading.Timer(0.5, cluster.servers[1].signal, [signal.SIGCONT]).start()
+            num_hiccups += 1
+
+        snapshot = snapshot_of(1)
+        place = put_with(tier, snapshot, 2, hiccup)
+        tier.commit(place, snapshot.record)
+        assert num_hiccups == 1
+        assert list(damages(tier, place, snapshot)) == []
+        tier.discard(place)
+        tier.close()
 
 
 def test_slots_of_the_cluster_move_while_a_snapshot_is_read_and_written(

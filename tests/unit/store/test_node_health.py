@@ -58,6 +58,20 @@ def test_one_that_is_slow_again_after_its_pause_rests_at_once() -> None:
     assert health.resting() == {A}, "and for longer"
 
 
+def test_a_slow_node_is_not_silent_until_it_fails() -> None:
+    clock = ManualClock()
+    health = NodeHealth(clock)
+    for _ in range(2):
+        health.answered({A: 0.3, B: 0.01, C: 0.01})
+    health.failed(B)
+    assert health.resting() == {A, B}
+    assert health.silent() == {B}
+    health.failed(A)
+    assert health.silent() == {A, B}
+    clock.advance(4.01)
+    assert health.silent() == set()
+
+
 def test_where_all_are_slow_nobody_is() -> None:
     health = NodeHealth(ManualClock())
     for _ in range(5):

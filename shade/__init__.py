@@ -19,6 +19,8 @@ __all__ = [
     "LocalAdamW",
     "LocalSGD",
     "Membership",
+    "Recorded",
+    "RecordedSampler",
     "RemoteImageFolder",
     "SampleCache",
     "ShadeDataset",
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
         init_dash,
     )
     from shade.data import RemoteImageFolder, ShadeDataset, ShadeLoader, ShadeSampler
+    from shade.data._recorded.recorded import Recorded
+    from shade.data._recorded.recorded_sampler import RecordedSampler
     from shade.data._shards.shards import Shards
     from shade.gradient import DiLoCo, ElasticEngine, GradientEngine, LocalSGD, Membership, SparseState, sparse_hook
     from shade.gradient.optim import LocalAdam, LocalAdamW, SparseAdam, SparseAdamW, SparseSGD
@@ -81,6 +85,8 @@ else:
                 "init_dash",
             ],
             "shade.data": ["RemoteImageFolder", "ShadeDataset", "ShadeLoader", "ShadeSampler"],
+            "shade.data._recorded.recorded": ["Recorded"],
+            "shade.data._recorded.recorded_sampler": ["RecordedSampler"],
             "shade.data._shards.shards": ["Shards"],
             "shade.gradient": [
                 "DiLoCo",

@@ -1,8 +1,9 @@
 """What a script uses: `ShadeSampler` draws, `ShadeDataset` fetches through the cache, `ShadeLoader` loads.
-`MixtureSampler` and `PackedDataset` mix token data sets and pack them into full sequences.
+`MixtureSampler` and `PackedDataset` mix token data sets and pack them into full sequences. `Recorded` makes a map-style
+data set of a stream.
 
 The private packages: `_sampler` draws an epoch and plans the cache; `_dataset` reads samples from their source;
-`_shards` reads them in tars and tables; `_loader` is the pipeline of threads; `_decode` and `_transforms` turn files
+`_shards` reads them in tars and tables; `_recorded` records streams; `_loader` is the pipeline of threads; `_decode` and `_transforms` turn files
 into pixels.
 """
 
@@ -18,6 +19,8 @@ __all__ = [
     "MixtureSampler",
     "PackedDataset",
     "RangeParts",
+    "Recorded",
+    "RecordedSampler",
     "RemoteImageFolder",
     "ShadeDataset",
     "ShadeLoader",
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from shade.data._mixture.mixture import MixtureReceipt, MixtureSampler
     from shade.data._mixture.packed import PackedDataset, cu_seqlens
     from shade.data._origin.remote_image_folder import RemoteImageFolder
+    from shade.data._recorded.recorded import Recorded
+    from shade.data._recorded.recorded_sampler import RecordedSampler
     from shade.data._sampler.sampler import ForgottenCallWarning, ShadeSampler
     from shade.data._shards.index import RangeParts, ShardFile, ShardFormat, ShardScan
     from shade.data._shards.shards import Shards
@@ -47,6 +52,8 @@ else:
             "shade.data._loader.loader": ["ShadeLoader"],
             "shade.data._mixture.mixture": ["MixtureReceipt", "MixtureSampler"],
             "shade.data._mixture.packed": ["PackedDataset", "cu_seqlens"],
+            "shade.data._recorded.recorded": ["Recorded"],
+            "shade.data._recorded.recorded_sampler": ["RecordedSampler"],
             "shade.data._sampler.sampler": ["ForgottenCallWarning", "ShadeSampler"],
             "shade.data._shards.index": ["RangeParts", "ShardFile", "ShardFormat", "ShardScan"],
             "shade.data._shards.shards": ["Shards"],

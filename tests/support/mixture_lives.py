@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def live(folder: Path, life: int, rank: int, world_size: int, last_step: int | N
     sampler.close()
 
 
-def fork(folder: Path, life: int, world_size: int, last_step: int | None = None) -> list[int]:
+def fork(live: Callable[..., None], folder: Path, life: int, world_size: int, *others: Any) -> list[int]:
+    """Starts the ranks of a life, and returns their process ids."""
     pids = []
     for rank in range(world_size):
         pid = os.fork()
@@ -107,7 +109,7 @@ def fork(folder: Path, life: int, world_size: int, last_step: int | None = None)
             code = 1
             os.setpgid(0, 0)  # its workers are found by it when it is dead
             try:
-                live(folder, life, rank, world_size, last_step)
+                live(folder, life, rank, world_size, *others)
                 code = 0
             finally:
                 os._exit(code)
@@ -115,10 +117,9 @@ def fork(folder: Path, life: int, world_size: int, last_step: int | None = None)
     return pids
 
 
-def kill_one_life(folder: Path, life: int, world_size: int, chance: random.Random) -> bool:
+def kill(pids: list[int], folder: Path, life: int, chance: random.Random) -> bool:
     """Kills all ranks at a random moment of their work, and returns whether the first was alive until then: others may
     end when they miss it."""
-    pids = fork(folder, life, world_size)
     deadline = time.monotonic() + 30
     while not any(path.stat().st_size for path in folder.glob(f"got-{life}-*")) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -152,12 +153,12 @@ def main(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
     lives = [next(ranks) for _ in range(num_kills)]
     killed = 0
     for life, world_size in enumerate(lives):
-        killed += kill_one_life(folder, life, world_size, chance)
+        killed += kill(fork(live, folder, life, world_size, None), folder, life, chance)
         if (folder / "state.json").exists():
             middles += 0 < json.loads((folder / "state.json").read_text())["steps_done"] < ROUND // GLOBAL_BATCH
     state = json.loads((folder / "state.json").read_text())
     last_step = (state["round"] + 2) * ROUND // GLOBAL_BATCH
-    codes = [os.waitpid(pid, 0)[1] for pid in fork(folder, num_kills, next(ranks), last_step)]
+    codes = [os.waitpid(pid, 0)[1] for pid in fork(live, folder, num_kills, next(ranks), last_step)]
     got: dict[int, set[str]] = defaultdict(set)
     for path in folder.glob("got-*"):
         for line in path.read_text().splitlines(keepends=True):

@@ -37,10 +37,15 @@ from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts,
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
 from shade.data._mixture.mixture import MixtureSampler
 from shade.data._mixture.packed import PackedDataset
+from shade.data._recorded.recorded_sampler import RecordedSampler
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.usage import check_wrapping
 from shade.data._transforms.randomness import plain_states, set_plain_states
 from shade.errors import ConfigError
+
+
+_OWN_SAMPLERS = (ShadeSampler, MixtureSampler, RecordedSampler)
+"""Samplers that keep their place themselves."""
 
 
 @dataclass(eq=False)
@@ -83,7 +88,7 @@ class EpochProgress:
 
     def __init__(self, sampler: Any, generator: torch.Generator | None, batch_size: int | None = None) -> None:
         self._batch_size = batch_size
-        self._sampler = sampler if isinstance(sampler, (ShadeSampler, MixtureSampler)) else None
+        self._sampler = sampler if isinstance(sampler, _OWN_SAMPLERS) else None
         self._generator = default_generator if generator is None else generator
         own = getattr(sampler, "generator", None)
         self._of_order = own if isinstance(own, torch.Generator) else self._generator
@@ -329,7 +334,7 @@ class ShadeLoader(DataLoader[Any]):
                 "none" if drawing is None else type(drawing).__name__,
                 "write ShadeLoader(data, batch_size=…, sampler=MixtureSampler(data, …))",
             )
-        if isinstance(drawing, (ShadeSampler, MixtureSampler)) and num_at_once != drawing.batch_size:
+        if isinstance(drawing, _OWN_SAMPLERS) and num_at_once != drawing.batch_size:
             raise ConfigError.of(
                 f"batch_size={drawing.batch_size}, as the sampler's",
                 batch_size,
@@ -454,7 +459,9 @@ class ShadeLoader(DataLoader[Any]):
     def __repr__(self) -> str:
         """Returns how batches are made, and how many training has got in this epoch."""
         engine = "threads" if self.in_threads else "processes" if self.num_workers else "the training thread"
-        length = f" of {len(self)}" if self.batch_sampler is not None else ""
+        length = ""
+        with contextlib.suppress(TypeError):  # a stream that is being recorded
+            length = f" of {len(self)}" if self.batch_sampler is not None else ""
         return (
             f"ShadeLoader(batch_size={self.batch_size}, num_workers={self.num_workers} ({engine}), "
             f"sampler={type(self.sampler).__name__}, device={None if self.device is None else str(self.device)!r}, "

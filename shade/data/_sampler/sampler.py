@@ -16,7 +16,7 @@ Legend: N data set · K drawn in an epoch · B batch of one rank · G global bat
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -311,7 +311,11 @@ class ShadeSampler(DistributedSampler[int]):
         )
 
     def __iter__(self) -> SamplerIterator:
-        return SamplerIterator(self, self._passes.begin)
+        return SamplerIterator(self, self.begin_pass)
+
+    def begin_pass(self, is_placed: bool) -> tuple[int, Iterator[int]]:
+        """Begins a pass for a `SamplerIterator`, as that describes it."""
+        return self._passes.begin(is_placed)
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -132,6 +132,16 @@ class NearSource(SampleSource):
         ...
 
 
+class GrowingSource(SampleSource):
+    """A source that may be read while it grows. Until its end is known, ``payload_bytes_N`` raises TypeError."""
+
+    @property
+    @abstractmethod
+    def num_readable(self) -> int:
+        """Returns how many samples there are by now."""
+        ...
+
+
 class FileSource(SampleSource):
     """Files and targets of an ImageFolder-like data set: (path or URL, target) by sample index.
 

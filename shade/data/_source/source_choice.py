@@ -133,7 +133,7 @@ def files_of(
     """Returns the files of a data set like ImageFolder, or of several that torch's wrappers choose from; None for any
     other data set. Raises as `source_of`."""
     _check_map_style(dataset)
-    if encode is not None or not len(dataset):
+    if encode is not None or hasattr(type(dataset), "sample_source") or not len(dataset):
         return None
     chosen = selection_of(dataset)
     first, *others = chosen.leaves
@@ -189,7 +189,7 @@ def _check_map_style(dataset: Any) -> None:
         cure = "pass the data set inside it (loader.dataset), and make the loader of ShadeDataset's result"
     # MosaicML's and LitData's streams have samples by index too.
     elif (isinstance(dataset, IterableDataset) and not _has_samples(kind)) or hasattr(dataset, "__next__"):
-        cure = "a stream has no samples by index: read it into a list, or train on it without ShadeDataset"
+        cure = "a stream has no samples by index: record it, Recorded(stream, disk=…), or train on it without ShadeDataset"
     # A TensorDict is a mapping of which iteration gives samples, and which has no truth value.
     elif isinstance(dataset, Mapping) and len(dataset) and isinstance(next(iter(dataset)), (str, bytes, tuple)):
         cure = f"choose one of its parts, such as [{next(iter(dataset))!r}]"

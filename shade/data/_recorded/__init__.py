@@ -1,0 +1,1 @@
+"""A stream that is recorded while the first epoch trains on it."""

@@ -79,9 +79,7 @@ class Recorded(Dataset[Any]):
         first = next(iter(self._source() if callable(self._source) else self._source), nothing)
         digests = self._recording.rows(min(1, self._recording.count))["digest"]
         is_same = first is nothing if not len(digests) else first is not nothing
-        if not is_same or (
-            len(digests) and xxhash.xxh3_64_intdigest(encoded([first], 0)[0]) != int(digests[0])
-        ):
+        if not is_same or (len(digests) and xxhash.xxh3_64_intdigest(encoded([first], 0)[0]) != int(digests[0])):
             raise another_stream(self._recording.folder, 0)
 
     # ── samples ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -127,7 +127,8 @@ class Recorder:
         group: list[Any] = []
         begun, limit, has_ended = time.monotonic(), 1, False
         while not has_ended and not self._stopped.is_set():
-            if not group and recording.num_bytes(count) > _AHEAD_BYTES + recording.num_bytes(min(recording.wanted, count)):
+            used = recording.wanted
+            if not group and used <= count and recording.num_bytes(count) - recording.num_bytes(used) >= _AHEAD_BYTES:
                 self._stopped.wait(_IDLE_SECONDS)
                 continue
             with _forks:
@@ -152,7 +153,7 @@ class Recorder:
 
     def _seal(self, count: int, *, is_complete: bool) -> None:
         states = self._mark.states
-        if self._stream is not None and not is_complete and not (states and states[-1][0] == count):
+        if self._stream is not None and not is_complete and (not states or count - states[-1][0] >= _COMPARED):
             with suppress(Exception), _forks:
                 # A state that cannot be encoded is none.
                 state = self._stream.state_dict()
@@ -168,7 +169,7 @@ class Recorder:
         """Returns the items of the stream behind the first ``count``, which it has to repeat in part or whole."""
         initial: Any = None
         for number, state in reversed(self._mark.states):
-            if count - number < min(_COMPARED, count):
+            if count - number < _COMPARED:
                 continue
             stream = self._new_stream()
             if not hasattr(stream, "load_state_dict"):
@@ -236,4 +237,3 @@ def encoded(items: list[Any], first: int) -> list[bytes]:
                 f"{expected} in item {number} of the stream, got {got}; map the stream to these before it is recorded"
             ) from error
     return payloads
-

@@ -64,7 +64,9 @@ class Recording:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         os.makedirs(folder, exist_ok=True)
-        self._items, self._index, self._wanted = (open_file(f"{folder}/{name}") for name in ("items", "index", "wanted"))
+        self._items, self._index, self._wanted = (
+            open_file(f"{folder}/{name}") for name in ("items", "index", "wanted")
+        )
         self._lock: int | None = None
         self._rows: npt.NDArray[Any] = np.empty(0, _ROW)
         self._digest, self._num_digested = xxhash.xxh3_64(), 0

@@ -189,7 +189,9 @@ def _check_map_style(dataset: Any) -> None:
         cure = "pass the data set inside it (loader.dataset), and make the loader of ShadeDataset's result"
     # MosaicML's and LitData's streams have samples by index too.
     elif (isinstance(dataset, IterableDataset) and not _has_samples(kind)) or hasattr(dataset, "__next__"):
-        cure = "a stream has no samples by index: record it, Recorded(stream, disk=…), or train on it without ShadeDataset"
+        cure = (
+            "a stream has no samples by index: record it, Recorded(stream, disk=…), or train on it without ShadeDataset"
+        )
     # A TensorDict is a mapping of which iteration gives samples, and which has no truth value.
     elif isinstance(dataset, Mapping) and len(dataset) and isinstance(next(iter(dataset)), (str, bytes, tuple)):
         cure = f"choose one of its parts, such as [{next(iter(dataset))!r}]"

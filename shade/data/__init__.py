@@ -3,8 +3,8 @@
 data set of a stream.
 
 The private packages: `_sampler` draws an epoch and plans the cache; `_dataset` reads samples from their source;
-`_shards` reads them in tars and tables; `_recorded` records streams; `_loader` is the pipeline of threads; `_decode` and `_transforms` turn files
-into pixels.
+`_shards` reads them in tars and tables, `_recorded` records streams; `_loader` is the pipeline of threads; `_decode`
+and `_transforms` turn files into pixels.
 """
 
 from __future__ import annotations

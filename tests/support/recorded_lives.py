@@ -1,7 +1,7 @@
-"""Trains nothing on a stream that is being recorded, in real ranks that are killed at any moment, and compares the ids.
+"""Trains nothing on a stream that is being recorded, in real ranks that are killed at any moment; compares the ids.
 
-``python -m tests.support.recorded_lives FOLDER KILLS SEED`` writes FOLDER/found.json. Each life forks 4, 3, 1 or 6 ranks
-in turn, which continue from the last saved state. Every rank appends what it got to a file: epoch, position and id.
+``python -m tests.support.recorded_lives FOLDER KILLS SEED`` writes FOLDER/found.json. Each life forks 4, 3, 1 or 6
+ranks in turn, which continue from the last saved state. Every rank appends what it got to a file: epoch, position and id.
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ from shade.sampling import rank_slice
 from tests.support.mixture_lives import fork, kill
 
 RANKS = (4, 3, 1, 6)
-GLOBAL_BATCH, ITEMS, EPOCHS = 12, 605, 3
+GLOBAL_BATCH, ITEMS, EPOCHS = 12, 605, 6
 
 
 class Stream:
-    """Items that take a while, with a state; of which some lives make no use."""
+    """Items that take a while."""
 
-    def __init__(self, *, keeps_state: bool, seconds: float, fast: int = 0) -> None:
+    def __init__(self, seconds: float, fast: int) -> None:
         self.place, self._seconds, self._fast = 0, seconds, fast
-        if keeps_state:
-            self.state_dict = lambda: {"place": self.place}
-            self.load_state_dict = lambda state: setattr(self, "place", state["place"])
 
     def __iter__(self) -> Iterator[Any]:
         while self.place < ITEMS:
@@ -49,12 +46,22 @@ class Stream:
             yield {"id": self.place - 1, "noise": torch.full((40,), float(self.place))}
 
 
+class StreamWithState(Stream):
+    """The same items, with a state; some lives make no use of it."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 def opened(folder: Path, life: int, seconds: float) -> Recorded:
     """Returns the recording as a life opens it."""
     index = folder / "stream" / "index"
     num_recorded = index.stat().st_size // 16 if index.exists() else 0
     # Reading again what is recorded is as fast as a stream can be, else no life would get beyond it.
-    return Recorded(Stream(keeps_state=life % 3 > 0, seconds=seconds, fast=num_recorded), folder / "stream")
+    return Recorded((StreamWithState if life % 3 else Stream)(seconds, num_recorded), folder / "stream")
 
 
 def steps(data: Recorded, state: Any, num_workers: int, *, is_ours: bool) -> Iterator[Any]:
@@ -87,7 +94,7 @@ def live(folder: Path, life: int, rank: int, world_size: int) -> None:
     recorder._SEAL_SECONDS = 0.1
     saved = folder / "state"
     state = torch.load(saved, weights_only=False) if saved.exists() else None
-    data = opened(folder, life, 0.004)
+    data = opened(folder, life, 0.002)
     with open(folder / f"got-{life}-{rank}", "a", buffering=1) as got:
         for epoch, step, ids, sampler in steps(data, state, 1 if world_size < 4 else 0, is_ours=life % 2 == 0):
             if epoch is not None:
@@ -95,6 +102,7 @@ def live(folder: Path, life: int, rank: int, world_size: int) -> None:
                 continue
             if world_size > 1:
                 dist.barrier()  # as a step of training would wait
+            time.sleep(0.005)
             state = sampler.state_dict()
             if rank == 0:
                 torch.save(state, folder / "new")
@@ -107,7 +115,7 @@ def main(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
     killed = while_recorded = 0
     for life in range(num_kills):
         killed += kill(fork(live, folder, life, next(ranks)), folder, life, chance)
-        while_recorded += not Recording(str(folder / "stream")).is_complete
+        while_recorded += not Recording(str(folder / "stream")).mark()["is_complete"]
     codes = [os.waitpid(pid, 0)[1] for pid in fork(live, folder, num_kills, next(ranks))]
     order: dict[int, list[int]] = defaultdict(list)
     for epoch, _, ids, _ in steps(opened(folder / "whole", 1, 0.0), None, 0, is_ours=False):

@@ -37,15 +37,10 @@ from shade.data._loader.batch_parts import BatchBuffers, DrawnParts, FusedParts,
 from shade.data._loader.pipeline import BatchParts, Job, LoaderPipeline
 from shade.data._mixture.mixture import MixtureSampler
 from shade.data._mixture.packed import PackedDataset
-from shade.data._recorded.recorded_sampler import RecordedSampler
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.usage import check_wrapping
 from shade.data._transforms.randomness import plain_states, set_plain_states
 from shade.errors import ConfigError
-
-
-_OWN_SAMPLERS = (ShadeSampler, MixtureSampler, RecordedSampler)
-"""Samplers that keep their place themselves."""
 
 
 @dataclass(eq=False)
@@ -88,7 +83,7 @@ class EpochProgress:
 
     def __init__(self, sampler: Any, generator: torch.Generator | None, batch_size: int | None = None) -> None:
         self._batch_size = batch_size
-        self._sampler = sampler if isinstance(sampler, _OWN_SAMPLERS) else None
+        self._sampler = sampler if isinstance(sampler, (ShadeSampler, MixtureSampler)) else None
         self._generator = default_generator if generator is None else generator
         own = getattr(sampler, "generator", None)
         self._of_order = own if isinstance(own, torch.Generator) else self._generator
@@ -334,7 +329,7 @@ class ShadeLoader(DataLoader[Any]):
                 "none" if drawing is None else type(drawing).__name__,
                 "write ShadeLoader(data, batch_size=…, sampler=MixtureSampler(data, …))",
             )
-        if isinstance(drawing, _OWN_SAMPLERS) and num_at_once != drawing.batch_size:
+        if isinstance(drawing, (ShadeSampler, MixtureSampler)) and num_at_once != drawing.batch_size:
             raise ConfigError.of(
                 f"batch_size={drawing.batch_size}, as the sampler's",
                 batch_size,

@@ -1,9 +1,8 @@
-"""RecordedSampler: deals the items of a stream in the first epoch, while they are recorded; then it is a `ShadeSampler`.
+"""RecordedSampler: deals the items of a stream in the first epoch, while they are recorded.
 
-Invariant: global batch k of the first epoch is the items [kG, (k+1)G) of the stream, for any number of ranks, whether
-the recording is complete or not. So the place is one number.
-
-Legend: N items of the stream · B batch of one rank · G global batch = B·W · W ranks.
+In the later epochs it is the `ShadeSampler` of the complete recording. In the first one it is that of a stand-in, which
+has the same settings and place. Invariant: global batch k of the first epoch is the items [kG, (k+1)G) of the stream,
+for any number of ranks, whether the recording is complete or not. So the place is one number.
 """
 
 from __future__ import annotations
@@ -13,21 +12,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from typing_extensions import override
 
 from shade.data._recorded.recorded import Recorded
-from shade.data._sampler.place import Pass, Place, SamplerIterator, check_place
+from shade.data._sampler.place import Pass, check_place
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.settings import check_settings
-from shade.data._sampler.usage import UsageWarnings
 from shade.errors import ConfigError, DataError
-from shade.rank_group import ranks_of
 from shade.sampling import num_steps, rank_slice
 
-_STAND_IN_BATCHES = 4
+_STAND_IN_SAMPLES = 1 << 16
 
 
-class RecordedSampler(Sampler[int]):
+class RecordedSampler(ShadeSampler):
     """Yields this rank's sample indices of one epoch of a `Recorded`: in the stream's order in epoch 0, where it waits
     for what is not recorded yet; in the later ones as a `ShadeSampler` does.
 
@@ -45,140 +42,82 @@ class RecordedSampler(Sampler[int]):
     def __init__(
         self, dataset: Any, num_replicas: int | None = None, rank: int | None = None, *, batch_size: int, **later: Any
     ) -> None:
-        recorded = getattr(getattr(dataset, "source", None), "recorded", dataset)
+        recorded = getattr(dataset, "source", dataset)
         if not isinstance(recorded, Recorded):
-            raise ConfigError.of(
-                "a Recorded, or a ShadeDataset of one", type(recorded).__name__, "use ShadeSampler for other data"
-            )
-        self.num_replicas, self.rank, _ = ranks_of(num_replicas, rank, batch_size)
-        self.batch_size, self.global_batch = batch_size, batch_size * self.num_replicas
-        self._arguments = {"num_replicas": num_replicas, "rank": rank, "batch_size": batch_size} | later
-        # A mistake would show after the first epoch.
-        stand_in = ShadeSampler(range(_STAND_IN_BATCHES * self.global_batch), **self._arguments)
-        settings: dict[str, Any] = stand_in.state_dict()["settings"]
-        self._settings = {name: value for name, value in settings.items() if name != "num_samples"}
-        stand_in.close()
-        self._dataset, self._recorded = dataset, recorded
-        self._drops_last, self._seed = bool(later.get("drop_last", False)), int(later.get("seed", 0))
-        self._first = Place(UsageWarnings(), batch_size)
-        self._later: ShadeSampler | None = None
-        self._says_epochs = False
-        self._tail = (sys.maxsize, 1.0)
+            cure = "use ShadeSampler for other data"
+            raise ConfigError.of("a Recorded, or a ShadeDataset of one", type(recorded).__name__, cure)
+        self._recorded, self._recorded_dataset = recorded, dataset
+        self._arguments = later | {"num_replicas": num_replicas, "rank": rank, "batch_size": batch_size}
+        self._is_first, self._says_epochs, self._tail = True, False, (sys.maxsize, 1.0)
+        # A mistake in the arguments shows now, and not after the first epoch.
+        super().__init__(range(max(_STAND_IN_SAMPLES, 4 * batch_size * (num_replicas or 1))), **self._arguments)
 
-    # ── the calls of a training loop ────────────────────────────────────────────────────────────────────────────────
+    def _turn(self, *, is_first: bool) -> None:
+        """Becomes the sampler of the first epoch, or that of the later ones, for which all is recorded."""
+        if is_first != self._is_first:
+            if not is_first:
+                self._recorded.record()
+            self.close()
+            says, dataset = self._says_epochs, range(_STAND_IN_SAMPLES) if is_first else self._recorded_dataset
+            super().__init__(dataset, **self._arguments)
+            self._is_first, self._says_epochs = is_first, says
 
+    @override
     def set_epoch(self, epoch: int) -> None:
-        """Sets the next epoch, as with DistributedSampler. Any but the first needs the whole stream, and records the
-        rest of it."""
+        self._turn(is_first=epoch == 0)
         self._says_epochs = True
-        if epoch > 0:
-            self._later_sampler().set_epoch(epoch)
-            return
-        self.close()
-        self._first.say(0)
+        super().set_epoch(epoch)
 
-    @property
-    def epoch(self) -> int:
-        """The present epoch, or the one that begins next; may be set, as DistributedSampler's."""
-        return self.place.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch)
-
-    @property
-    def place(self) -> Place:
-        """Where training is in the stream."""
-        return self._first if self._later is None else self._later.place
-
+    @override
     def weights(self, indices: torch.Tensor) -> torch.Tensor:
-        """Returns gradient weights of samples, as `ShadeSampler.weights`; 1 in the first epoch, but where its last step
-        is shared unevenly.
+        if not self._is_first:
+            return super().weights(indices)
+        self._usage.made.add("weights")
+        return torch.where(indices >= self._tail[0], self._tail[1], 1.0).to(torch.float32)
 
-        Args:
-            indices: int64 (B,), as they came with the batch, on any device.
-
-        Returns:
-            float32 (B,) on the same device.
-        """
-        if self._later is not None:
-            return self._later.weights(indices)
-        start, balance = self._tail
-        return torch.where(indices >= start, balance, 1.0).to(torch.float32)
-
+    @override
     def report(self, indices: torch.Tensor, losses: torch.Tensor) -> None:
-        """Reports the losses of one batch; once a step on every rank. In the first epoch it counts the step alone.
+        if not self._is_first:
+            return super().report(indices, losses)
+        # It counts the step alone: which losses there will be is not known.
+        self.place.reported()
 
-        Args:
-            indices: int64 (B,), as they came with the batch.
-            losses: float (B,), unweighted, on any device.
-        """
-        if self._later is not None:
-            self._later.report(indices, losses)
-        else:
-            self._first.reported()
-
-    def count_step(self) -> None:
-        """Says that a step of training is done, in a loop that does not report; a `Checkpointer` does."""
-        self.place.count_step()
-
-    # ── one epoch ───────────────────────────────────────────────────────────────────────────────────────────────────
-
+    @override
     def __len__(self) -> int:
-        """Returns how many samples this rank takes in the present epoch, or in the rest of it; raises TypeError in the
-        first one while that is not known."""
-        if self._later is not None:
-            return len(self._later)
+        if not self._is_first:
+            return super().__len__()
         len(self._recorded)
-        steps = range(self._first.first_step, self.num_steps)
-        last = [len(self._part(step) or ()) for step in steps[-1:]]
-        return max(0, len(steps) - 1) * self.batch_size + sum(last)
+        return sum(len(self._part(step) or ()) for step in range(self.place.first_step, self.num_steps))
 
     @property
+    @override
     def num_steps(self) -> int:
-        """Returns the steps of the present epoch, the same on every rank; a number that no epoch has while it is not
-        known."""
-        if self._later is not None:
-            return self._later.num_steps
-        if not self._recorded.is_complete:
-            return sys.maxsize // self.global_batch
-        return num_steps(len(self._recorded), self.global_batch, drop_last=self._drops_last)
+        if not self._is_first:
+            return super().num_steps
+        # No epoch has as many as a stream of unknown length.
+        num_drawn = len(self._recorded) if self._recorded.is_complete else sys.maxsize
+        return num_steps(num_drawn, self.global_batch, drop_last=self.drop_last)
 
-    @property
-    def steps_done(self) -> int:
-        """Returns the steps of the present epoch whose losses were reported; without a report, those whose batches the
-        loop has got from its loader."""
-        return self.place.steps_done
-
-    def __iter__(self) -> SamplerIterator:
-        return SamplerIterator(self, self._begin)
-
-    def _begin(self, is_placed: bool) -> tuple[int, Iterator[int]]:
-        """Begins a pass, when its first index is asked for."""
-        first = self._first
-        if self._later is None:
-            is_over = first.first_step > 0 and first.is_over(self.num_steps, is_placed=is_placed)
-            if is_over or (first.has_trained and first.has_begun and not self._says_epochs):
-                self._later_sampler().place.turn_to(1)
-        if self._later is not None:
-            begun = self._later.begin_pass(is_placed)
-            self._follow(self._later.epoch)
-            return begun
-        is_first = not first.has_begun
-        first.rewind()
-        self._follow(0)
-        mine = first.begin(self.num_steps, is_first=is_first)
-        return mine.first_step * self.batch_size, self._pass(mine)
-
-    def _follow(self, epoch: int) -> None:
-        """Sets the epoch of the random transforms."""
-        generators = getattr(self._dataset, "generators", None)
+    @override
+    def begin_pass(self, is_placed: bool) -> tuple[int, Iterator[int]]:
+        place, generators = self.place, getattr(self._recorded_dataset, "generators", None)
+        if self._is_first:
+            is_over = place.first_step > 0 and place.is_over(self.num_steps, is_placed=is_placed)
+            if is_over or (place.has_trained and place.has_begun and not self._says_epochs):
+                self._turn(is_first=False)
+                self.place.turn_to(1)
         if generators is not None:
-            generators.follow(self._seed, epoch)
+            generators.follow(self.seed, self.epoch)
+        if not self._is_first:
+            return super().begin_pass(is_placed)
+        is_first = not place.has_begun
+        place.rewind()
+        mine = place.begin(self.num_steps, is_first=is_first)
+        return mine.first_step * self.batch_size, self._stream(mine)
 
-    def _pass(self, mine: Pass) -> Iterator[int]:
+    def _stream(self, mine: Pass) -> Iterator[int]:
         """Yields this rank's part of the rest of the stream."""
-        for step in self._first.steps(mine):
+        for step in self.place.steps(mine):
             part = self._part(step)
             if part is None:
                 # The step was counted as dealt before it was known that the stream has ended.
@@ -188,72 +127,48 @@ class RecordedSampler(Sampler[int]):
 
     def _part(self, step: int) -> list[int] | None:
         """Waits for a global batch; returns this rank's items of it, or None behind the stream's end."""
-        start = step * self.global_batch
+        start, num_ranks = step * self.global_batch, self.num_replicas
         stop = self._recorded.reach(start + self.global_batch)
         size = stop - start
-        if size <= 0 or (size < self.global_batch and self._drops_last):
+        if size <= 0 or (size < self.global_batch and self.drop_last):
             return None
-        ranks = {"global_batch": self.global_batch, "world_size": self.num_replicas}
-        mine = rank_slice(step, self.rank, num_drawn=stop, **ranks)
+        mine = rank_slice(step, self.rank, num_drawn=stop, global_batch=self.global_batch, world_size=num_ranks)
         if size < self.global_batch:
             # DDP averages ranks and not samples, so an unevenly shared last step is corrected for.
-            self._tail = start, len(mine) * self.num_replicas / max(size, self.num_replicas)
+            self._tail = start, len(mine) * num_ranks / max(size, num_ranks)
         return [index % stop for index in mine]
 
-    def _later_sampler(self) -> ShadeSampler:
-        if self._later is None:
-            self._recorded.record()
-            self._later = ShadeSampler(self._dataset, **self._arguments)
-        return self._later
-
     def __repr__(self) -> str:
-        """Returns the sampler of the present epoch."""
-        if self._later is not None:
-            return f"RecordedSampler({self._later!r})"
+        """Returns what is recorded, and how far training is."""
+        if not self._is_first:
+            return f"Recorded{super().__repr__()[len('Shade') :]}"
         ranks = f"batch_size={self.batch_size}, rank={self.rank} of {self.num_replicas}"
-        return f"RecordedSampler({self._recorded!r}, {ranks}, epoch=0, step={self._first.steps_shown})"
+        return f"RecordedSampler({self._recorded!r}, {ranks}, epoch=0, step={self.place.steps_shown})"
 
-    # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that decides the rest of the stream, as plain numbers and tensors. Call it between steps."""
-        if self._later is not None:
-            state, count = self._later.state_dict(), len(self._recorded)
+        if self._is_first:
+            settings = {name: value for name, value in self._settings.items() if name != "num_samples"}
+            state = {"settings": settings, "epoch": 0} | self.place.state_dict()
+            count = min(state["steps_done"] * self.global_batch, self._recorded.num_readable)
         else:
-            state = {"settings": dict(self._settings), "epoch": 0} | self._first.state_dict()
-            count = min(state["steps_done"] * self.global_batch, self._recorded.num_recorded)
+            state, count = super().state_dict(), len(self._recorded)
         return state | {"recorded": {"count": count, "digest": self._recorded.digest_of(count)}}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from a `state_dict`, on any number of ranks with the same global batch. What it needs of the stream
-        and is not recorded here is recorded first.
-
-        Raises:
-            ConfigError: The state belongs to other settings.
-            DataError: It belongs to another recording.
-        """
-        check_place(state)
-        count, epoch = int(state["recorded"]["count"]), int(state["epoch"])
-        if epoch == 0:
-            check_settings(state["settings"], self._settings)
-        if self._recorded.reach(count) < count or self._recorded.digest_of(count) != state["recorded"]["digest"]:
-            raise DataError.of(
+        if state["epoch"] == 0:
+            check_settings(state["settings"] | {"num_samples": self.num_samples}, self._settings)
+        count, digest = state["recorded"]["count"], state["recorded"]["digest"]
+        # On a machine without the recording it is made up to here.
+        if self._recorded.reach(count) < count or self._recorded.digest_of(count) != digest:
+            expected, cure = (
                 f"the recording that training was at item {count} of",
-                repr(self._recorded),
-                "name its folder, or begin a new run",
+                "name its folder; or begin a new run",
             )
-        if epoch > 0:
-            self._later_sampler().load_state_dict(state)
-            return
-        self.close()
-        self._first.turn_to(0, int(state["steps_done"]))
-
-    def at_resume(self, action: Any) -> None:
-        """Calls an action when the rest of an interrupted epoch begins, as `ShadeSampler.at_resume`."""
-        self.place.at_resume(action)
-
-    def close(self) -> None:
-        """Closes the later epochs' sampler. Safe to call twice."""
-        if self._later is not None:
-            self._later.close()
-            self._later = None
+            raise DataError.of(expected, repr(self._recorded), cure)
+        self._turn(is_first=state["epoch"] == 0)
+        if not self._is_first:
+            return super().load_state_dict(state)
+        check_place(state)
+        self.place.turn_to(0, int(state["steps_done"]))

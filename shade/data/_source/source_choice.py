@@ -53,7 +53,9 @@ def source_of(
     """
     _check_map_style(dataset)
     own = own_source_of(dataset, encode, decode)
-    files = own or file_source_of(dataset, encode, decode, skips_missing=skips_missing)
+    if own is not None:
+        return own
+    files = file_source_of(dataset, encode, decode, skips_missing=skips_missing)
     if files is not None:
         return files
     return ItemSource(dataset, encode or item_codec.encode, decode or item_codec.decode, version, is_cached=is_cached)

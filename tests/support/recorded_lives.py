@@ -1,7 +1,7 @@
 """Trains nothing on a stream that is being recorded, in real ranks that are killed at any moment; compares the ids.
 
 ``python -m tests.support.recorded_lives FOLDER KILLS SEED`` writes FOLDER/found.json. Each life forks 4, 3, 1 or 6
-ranks in turn, which continue from the last saved state. Every rank appends what it got to a file: epoch, position and id.
+ranks in turn, which continue from the last saved state. Every rank appends what it got to a file.
 """
 
 from __future__ import annotations

@@ -154,14 +154,13 @@ class Recorded(Dataset[Any], GrowingSource):
     def _keep_recording(self) -> None:
         """Raises what has ended the recorder, and starts one if none is at work on this folder."""
         recorder = self._recorder
-        if recorder is not None and recorder.is_alive():
+        if recorder is not None and recorder.thread.is_alive():
             return
         self._recorder = None
         if recorder is not None and recorder.error is not None:
             raise recorder.error
         if self._source is not None and not self.is_complete and self._recording.try_to_lock():
             self._recorder = Recorder(self._source, self._name, self._recording)
-            self._recorder.start()
             weakref.finalize(self, self._recorder.close)
 
     def digest_of(self, count: int) -> str:
@@ -190,8 +189,9 @@ class Recorded(Dataset[Any], GrowingSource):
     @property
     def payload_bytes_N(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
         """Returns the sizes of all samples; raises TypeError if the recording is not complete."""
-        end_N = self._recording.rows(len(self))["end"].astype(np.int64)
-        return end_N - np.concatenate([[0], end_N[:-1]])
+        end_N: npt.NDArray[np.int64] = self._recording.rows(len(self))["end"].astype(np.int64)
+        size_N: npt.NDArray[np.int64] = end_N - np.concatenate([[0], end_N[:-1]])
+        return size_N
 
     @override
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:

@@ -149,7 +149,7 @@ class RecordedSampler(ShadeSampler):
     def state_dict(self) -> dict[str, Any]:
         if self._is_first:
             settings = {name: value for name, value in self._settings.items() if name != "num_samples"}
-            state = {"settings": settings, "epoch": 0} | self.place.state_dict()
+            state: dict[str, Any] = {"settings": settings, "epoch": 0} | self.place.state_dict()
             count = min(state["steps_done"] * self.global_batch, self._recorded.num_readable)
         else:
             state, count = super().state_dict(), len(self._recorded)

@@ -20,14 +20,13 @@ from contextlib import suppress
 from typing import Any, Final
 
 import xxhash
-from typing_extensions import override
 
 from shade.data._recorded.recording import Recording
 from shade.data._source import item_codec, item_columns
 from shade.errors import ConfigError, DataError, ShadeError
 
 _AHEAD_BYTES: Final = 64 << 20
-"""The recorder reads so far beyond what somebody has asked for: a stream may have no end."""
+"""The recorder reads so far beyond what is asked for: a stream may have no end."""
 _SEAL_BYTES, _SEAL_SECONDS = 64 << 20, 10.0
 _GROUP_ITEMS, _GROUP_SECONDS = 64, 0.05
 """Items that come so fast are written together."""
@@ -58,33 +57,33 @@ class _StoppedError(Exception):
     """The recorder was closed."""
 
 
-class Recorder(threading.Thread):
+class Recorder:
     """Records a stream until `close`, the stream's end or an error. The caller has locked the recording.
 
     ``source`` is the stream, or a function that returns it; ``name`` the name of its code.
     """
 
     def __init__(self, source: Any, name: str | None, recording: Recording) -> None:
-        super().__init__(name="shade-recorder", daemon=True)
-        self._source, self._code, self._recording = source, name, recording
+        self._source, self._name, self._recording = source, name, recording
         self._stream: Any = None
         self._states: list[tuple[int, Any]] = []
         self._stopped, self._sealed = threading.Event(), (time.monotonic(), 0)
         self.error: BaseException | None = None
         """What ended it, if it is neither `close` nor the stream's end."""
+        self.thread = threading.Thread(target=self._run, name="shade-recorder", daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
         """Ends the thread, after the item that it waits for. Safe to call twice."""
         self._stopped.set()
-        if self is not threading.current_thread():
-            self.join(_END_SECONDS)
+        if self.thread is not threading.current_thread():
+            self.thread.join(_END_SECONDS)
 
-    @override
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             with suppress(_StoppedError):
                 self._record()
-        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits for an item
+        except BaseException as error:  # noqa: BLE001 - it is raised in who waits for an item
             self.error = error
         finally:
             self._stream = None
@@ -130,7 +129,7 @@ class Recorder(threading.Thread):
                 item_codec.encode(state)
                 self._states = [*self._states[-1:], (count, state)]
         states = [] if is_complete else self._states
-        mark = {"count": count, "name": self._code, "states": states, "is_complete": is_complete}
+        mark = {"count": count, "name": self._name, "states": states, "is_complete": is_complete}
         self._recording.seal(mark)
         self._sealed = time.monotonic(), self._recording.num_bytes(count)
 
@@ -156,7 +155,9 @@ class Recorder(threading.Thread):
     def _opened(self, state: Any) -> Iterator[Any]:
         """Yields the items of the stream from a state on; None: from its beginning."""
         stream = self._source() if callable(self._source) else self._source
-        if state is not None and hasattr(stream, "load_state_dict"):
+        if state is not None:
+            if not hasattr(stream, "load_state_dict"):
+                return
             stream = copy.copy(stream)  # another pass may have to begin at the beginning
             stream.load_state_dict(state)
         self._stream = stream

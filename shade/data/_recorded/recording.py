@@ -5,7 +5,7 @@
     items    encoded items, one behind the other
     index    by item: u64 end of the item in `items`, u64 xxh3-64 of its bytes
     mark     what is safe from a power cut: count, name and states of the stream, whether it has ended; xxh3-64
-    wanted   u64: how many items somebody has asked for
+    wanted   u64: how many items are asked for
     lock     locked by the process that records
 
 An item's row is written after the item, so an item that has a row is whole. Everything is read and written by position,
@@ -37,7 +37,7 @@ _ROW: Final = np.dtype([("end", "<u8"), ("digest", "<u8")])
 _NUMBER: Final = struct.Struct("<Q")
 _locks: Final = set[int]()
 # A child that held its parent's lock would keep others from recording when the parent is dead.
-os.register_at_fork(after_in_child=lambda: [os.close(_locks.pop()) for _ in range(len(_locks))] and None)
+os.register_at_fork(after_in_child=lambda: _close(_locks))
 
 
 class Recording:
@@ -58,8 +58,7 @@ class Recording:
 
     def close(self) -> None:
         """Closes the files."""
-        for descriptor in (self._items, self._index, self._wanted):
-            os.close(descriptor)
+        _close({self._items, self._index, self._wanted})
 
     @property
     def count(self) -> int:
@@ -68,7 +67,7 @@ class Recording:
 
     def mark(self) -> dict[str, Any]:
         """Returns the mark; that of an empty recording if there is none. Raises DataError if it is damaged."""
-        found = {"version": _VERSION, "count": 0, "name": None, "states": [], "is_complete": False}
+        found: dict[str, Any] = {"version": _VERSION, "count": 0, "name": None, "states": [], "is_complete": False}
         with suppress(FileNotFoundError):
             content = Path(self.folder, "mark").read_bytes()
             body, digest = content[: -_NUMBER.size], content[-_NUMBER.size :]
@@ -116,7 +115,7 @@ class Recording:
 
     @property
     def wanted(self) -> int:
-        """How many items somebody has asked for."""
+        """How many items are asked for."""
         return int.from_bytes(os.pread(self._wanted, _NUMBER.size, 0), "little")
 
     @wanted.setter
@@ -126,7 +125,7 @@ class Recording:
     # ── by the process that records ─────────────────────────────────────────────────────────────────────────────────
 
     def try_to_lock(self) -> bool:
-        """Takes the lock, which ends with the process; returns whether nobody had it."""
+        """Takes the lock, which ends with the process; returns whether it was free."""
         descriptor = open_file(f"{self.folder}/lock")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,6 +188,11 @@ class Recording:
             return error
         expected, got = f"room for the recording in {self.folder}", f"{error.strerror} after {self.count} items"
         return StorageFullError.of(expected, got, "free some space and start again, which continues there")
+
+
+def _close(descriptors: set[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _write(descriptor: int, content: bytes, place: int) -> None:

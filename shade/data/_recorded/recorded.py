@@ -5,6 +5,7 @@ Invariant: sample n is item n of the stream, and is on the disk before anyone le
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
 from shade.data._dataset.code_digest import CodeDigest, HeldGeneratorError, UnnameableError
-from shade.data._recorded.recorder import Recorder, another_stream, is_next
+from shade.data._recorded.recorder import Recorder, another_stream, encoded
 from shade.data._recorded.recording import Recording
 from shade.data._source import item_codec, item_columns
 from shade.data._source.source import CountOrigin, GrowingSource, checked_index
@@ -67,8 +68,8 @@ class Recorded(Dataset[Any], GrowingSource):
         self._has_ended = False
         weakref.finalize(self, self._recording.close).atexit = False
         if self.is_complete and (self._name is None or self._name != self._recording.mark()["name"]):
-            items = iter(source() if callable(source) else source)
-            if self._recording.count and not is_next(items, 0, self._recording):
+            items = list(itertools.islice(source() if callable(source) else source, 1))
+            if encoded(items, 0) != self._recording.payloads(range(min(1, self._recording.count))):
                 raise another_stream(self._recording.folder, 0)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from shade.data._sampler.place import Pass, check_place
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.settings import check_settings
 from shade.errors import ConfigError, DataError
+from shade.rank_group import ranks_of
 from shade.sampling import num_steps, rank_slice
 
-_STAND_IN_SAMPLES = 1 << 16
+_STAND_IN_BATCHES = 4
 
 
 class RecordedSampler(ShadeSampler):
@@ -50,7 +51,8 @@ class RecordedSampler(ShadeSampler):
         self._arguments = later | {"num_replicas": num_replicas, "rank": rank, "batch_size": batch_size}
         self._is_first, self._says_epochs, self._tail = True, False, (sys.maxsize, 1.0)
         # A mistake in the arguments shows now, and not after the first epoch.
-        super().__init__(range(max(_STAND_IN_SAMPLES, 4 * batch_size * (num_replicas or 1))), **self._arguments)
+        self._stand_in = range(_STAND_IN_BATCHES * batch_size * ranks_of(num_replicas, rank, batch_size)[0])
+        super().__init__(self._stand_in, **self._arguments)
 
     def _turn(self, *, is_first: bool) -> None:
         """Becomes the sampler of the first epoch, or that of the later ones, for which all is recorded."""
@@ -58,9 +60,8 @@ class RecordedSampler(ShadeSampler):
             if not is_first:
                 self._recorded.record()
             self.close()
-            says, dataset = self._says_epochs, range(_STAND_IN_SAMPLES) if is_first else self._recorded_dataset
-            super().__init__(dataset, **self._arguments)
-            self._is_first, self._says_epochs = is_first, says
+            super().__init__(self._stand_in if is_first else self._recorded_dataset, **self._arguments)
+            self._is_first = is_first
 
     @override
     def set_epoch(self, epoch: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import operator
 import os
 import threading
 import time
@@ -99,28 +100,34 @@ class Recorder:
         if not count:
             self._seal(0)
         items = self._continued(count)
-        group, begun, has_ended = list[Any](), time.monotonic(), False
-        while not has_ended:
+        while not self._stopped.is_set():
             used = recording.wanted
-            if not group and used <= count and recording.num_bytes(count) - recording.num_bytes(used) >= _AHEAD_BYTES:
-                if self._stopped.wait(_IDLE_SECONDS):
-                    break
+            if used <= count and recording.num_bytes(count) - recording.num_bytes(used) >= _AHEAD_BYTES:
+                self._stopped.wait(_IDLE_SECONDS)
                 continue
-            try:
-                new = list(itertools.islice(items, 1))
-            except _StoppedError:
-                break
-            group += new
-            has_ended = not new
-            now, stop = time.monotonic(), count + len(group)
-            if has_ended or len(group) >= _GROUP_ITEMS or now - begun > _GROUP_SECONDS or count < used <= stop:
-                recording.append(count, encoded(group, count))
-                count, group, begun = stop, [], now
-                num_bytes, (sealed, sealed_bytes) = recording.num_bytes(count), self._sealed
-                if not has_ended and (num_bytes - sealed_bytes >= _SEAL_BYTES or now - sealed > _SEAL_SECONDS):
-                    self._seal(count)
-        recording.append(count, encoded(group, count))
-        self._seal(count + len(group), is_complete=has_ended)
+            group = self._take(items, used - count if used > count else _GROUP_ITEMS)
+            recording.append(count, encoded(group, count))
+            count += len(group)
+            if not group:
+                return self._seal(count, is_complete=True)
+            if (
+                recording.num_bytes(count) - self._sealed[1] >= _SEAL_BYTES
+                or time.monotonic() - self._sealed[0] > _SEAL_SECONDS
+            ):
+                self._seal(count)
+        self._seal(count)
+
+    def _take(self, items: Iterator[Any], most: int) -> list[Any]:
+        """Returns the items that come next within a short time, one at least; none at the stream's end."""
+        while _forks:  # the lock alone would come back to this thread each time
+            time.sleep(_IDLE_SECONDS)
+        group, until = list[Any](), time.monotonic() + _GROUP_SECONDS
+        with _making:
+            for item in items:
+                group.append(item)
+                if len(group) >= min(most, _GROUP_ITEMS) or time.monotonic() > until:
+                    break
+        return group
 
     def _seal(self, count: int, *, is_complete: bool = False) -> None:
         if self._stream is not None and (not self._states or count - self._states[-1][0] >= _COMPARED):
@@ -153,37 +160,29 @@ class Recorder:
         return items
 
     def _opened(self, state: Any) -> Iterator[Any]:
-        """Yields the items of the stream from a state on; None: from its beginning."""
+        """Returns the items of the stream from a state on; None: from its beginning."""
         stream = self._source() if callable(self._source) else self._source
         if state is not None:
             if not hasattr(stream, "load_state_dict"):
-                return
+                return iter(())
             stream = copy.copy(stream)  # another pass may have to begin at the beginning
             stream.load_state_dict(state)
         self._stream = stream
-        items = iter(stream)
-        while not self._stopped.is_set():
-            while _forks:  # the lock alone would come back to this thread each time
-                time.sleep(_IDLE_SECONDS)
-            with _making:
-                new = list(itertools.islice(items, 1))
-            if not new:
-                return
-            yield new[0]
-        raise _StoppedError
+        return iter(stream)
 
     def _first_difference(self, items: Iterator[Any], start: int, stop: int) -> int | None:
         """Returns the first of some recorded items that the stream does not yield; None if it yields them all."""
-        for number in range(start, stop):
-            if not is_next(items, number, self._recording):
-                return number
+        while start < stop:
+            group = self._take(items, stop - start)
+            digests = [xxhash.xxh3_64_intdigest(payload) for payload in encoded(group, start)]
+            recorded = self._recording.rows(stop)["digest"][start : start + len(group)].tolist()
+            if not group or digests != recorded:
+                alike = itertools.takewhile(bool, map(operator.eq, digests, recorded))
+                return start + sum(alike)
+            if self._stopped.is_set():
+                raise _StoppedError
+            start += len(group)
         return None
-
-
-def is_next(items: Iterator[Any], number: int, recording: Recording) -> bool:
-    """Returns whether a stream yields an item of a recording next."""
-    digests = [xxhash.xxh3_64_intdigest(encoded([item], number)[0]) for item in itertools.islice(items, 1)]
-    return digests == [int(recording.rows(number + 1)["digest"][number])]
 
 
 def another_stream(folder: str, number: int) -> DataError:

@@ -85,20 +85,22 @@ class Recording:
         if stop > len(self._rows):
             if self.count < stop:
                 raise self._damaged(f"{stop} items", self.count)
-            self._rows = np.memmap(f"{self.folder}/index", _ROW, "r", shape=(self.count,))
+            self._rows = np.memmap(f"{self.folder}/index", _ROW, "r", shape=(self.count,)).view(np.ndarray)
         return self._rows
 
     def payloads(self, indices: Sequence[int]) -> list[Any]:
         """Returns items as they were encoded, with an exception in place of a damaged one."""
-        rows = self.rows(max(indices, default=-1) + 1)
-        spans = [(self.num_bytes(index), int(rows["end"][index])) for index in indices]
-        for start, end in spans if len(spans) > 1 else ():
+        rows, index_B = self.rows(max(indices, default=-1) + 1), np.asarray(indices, np.int64)
+        ends, digests = rows["end"][index_B].tolist(), rows["digest"][index_B].tolist()
+        starts = np.where(index_B > 0, rows["end"][index_B - 1], 0).tolist() if len(rows) else []
+        for start, end in zip(starts, ends, strict=True) if len(ends) > 1 else ():
             os.posix_fadvise(self._items, start, end - start, os.POSIX_FADV_WILLNEED)  # all at once
-        found: list[Any] = [os.pread(self._items, max(0, end - start), start) for start, end in spans]
-        for place, index in enumerate(indices):
-            if xxhash.xxh3_64_intdigest(found[place]) != int(rows["digest"][index]):
-                expected = f"expected item {index} as it was recorded in {self.folder}"
-                found[place] = CorruptEntryError(f"{expected}, got other bytes")
+        found: list[Any] = []
+        for index, start, end, digest in zip(indices, starts, ends, digests, strict=True):
+            payload = os.pread(self._items, max(0, end - start), start)
+            is_whole = xxhash.xxh3_64_intdigest(payload) == digest
+            expected = f"expected item {index} as it was recorded in {self.folder}"
+            found.append(payload if is_whole else CorruptEntryError(f"{expected}, got other bytes"))
         return found
 
     def digest_of(self, count: int) -> str:

@@ -27,7 +27,16 @@ import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._commit.protocol import agree, announce, commit, discard, prepare, put, store
+from shade.checkpoint._commit.protocol import (
+    agree,
+    announce,
+    commit,
+    discard,
+    note_health,
+    prepare,
+    put,
+    store,
+)
 from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._pacing.batching import Batching
 from shade.checkpoint._pacing.schedule import Pace
@@ -370,16 +379,8 @@ class AsyncWriter:
         return None
 
     def _note_health(self, tier: Tier, group: RankGroup, failure: str | None) -> None:
-        """Logs on rank 0 when a tier begins to fail, and when it works again."""
         with self._one_at_a_time:
-            is_news = (failure is not None) != (tier.name in self._failing)
-            (self._failing.discard if failure is None else self._failing.add)(tier.name)
-        if is_news and group.rank == 0:
-            if failure is None:
-                logger.warning("%s works again", tier.name)
-            else:
-                is_last = tier is self._tiers[-1]
-                logger.warning("%s fails%s: %s", tier.name, "" if is_last else "; saves go to storage", failure)
+            note_health(tier, group, self._failing, failure, is_last=tier is self._tiers[-1])
 
 
 def _message(failure: Exception) -> str:

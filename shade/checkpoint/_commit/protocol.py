@@ -43,13 +43,10 @@ def statement(
 ) -> dict[str, Any]:
     """Returns what the other ranks have to know of a rank's shard.
 
-    Args:
-        manifest: Manifest of the shard.
-        sequence: Number of the save in its run; the highest one counts.
-        saved_at: When the state was taken, in seconds since 1970; rank 0's counts, like its metrics.
-        metrics: Metrics kept in the record.
-        replica: Digest over samples of the state that all ranks should hold alike; empty where they need not.
-        base: Digest of the record of the snapshot that the shard builds on, the same on every rank; None for none.
+    ``sequence`` is the number of the save in its run: the highest counts. ``saved_at`` is when the state was taken, in
+    seconds since 1970: rank 0's counts, as do its ``metrics``. ``replica`` is a digest over samples of the state that
+    all ranks should hold alike, empty where they need not; ``base`` that of the record of the snapshot that the shard
+    builds on, the same on every rank.
     """
     return {
         "digest": manifest.digest,

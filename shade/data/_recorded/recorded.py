@@ -43,7 +43,7 @@ class Recorded(Dataset[Any], GrowingSource):
         disk: The folder of the recording, on a disk with room for all items.
 
     Raises:
-        ConfigError: No iterable, or a stream that is split by rank.
+        ConfigError: No iterable.
         DataError: The folder holds a recording of another stream, or a damaged one.
     """
 
@@ -56,19 +56,17 @@ class Recorded(Dataset[Any], GrowingSource):
     def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]], disk: str | os.PathLike[str]) -> None:
         if not (callable(source) or isinstance(source, Iterable)):
             raise ConfigError.of("an iterable, or a function that returns one", type(source).__name__, "pass a stream")
-        if getattr(getattr(source, "_distributed", None), "world_size", 1) > 1:  # of Hugging Face
-            cure = "leave split_dataset_by_node out: RecordedSampler gives each rank its part of every batch"
-            raise ConfigError.of("the whole stream on every rank", "one that is split by rank", cure)
         if "://" in os.fspath(disk) or "?" in os.fspath(disk):
             raise ConfigError.of("a folder of a local disk", os.fspath(disk), "pass its path, without options")
-        self._source: Any = source
-        self._name = _name_of(source)
+        is_function = callable(source) and not isinstance(source, Iterable)
+        self._source: Any = source if is_function else lambda: source
+        self._name = _name_of(source) if is_function else None
         self._recording = Recording(os.path.abspath(os.path.expanduser(disk)))
         self._recorder: Recorder | None = None
         self._has_ended = False
         weakref.finalize(self, self._recording.close).atexit = False
         if self.is_complete and (self._name is None or self._name != self._recording.mark()["name"]):
-            items = list(itertools.islice(source() if callable(source) else source, 1))
+            items = list(itertools.islice(self._source(), 1))
             if encoded(items, 0) != self._recording.payloads(range(min(1, self._recording.count))):
                 raise another_stream(self._recording.folder, 0)
 
@@ -224,7 +222,6 @@ def _name_of(source: Any) -> str | None:
     """Returns the name of a function's code; None if it has none, so that the first item is compared."""
     digest = CodeDigest()
     with suppress(UnnameableError, HeldGeneratorError):
-        if callable(source):
-            digest.add(source, "stream")
-            return digest.hexdigest()
+        digest.add(source, "stream")
+        return digest.hexdigest()
     return None

@@ -16,7 +16,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -35,8 +35,6 @@ _COMPARED: Final = 16
 """Items before the end of the recording that a stream repeats when it is set to a state."""
 _IDLE_SECONDS, _END_SECONDS = 0.002, 5.0
 logger = logging.getLogger("shade.data")
-
-
 _making, _forks = threading.RLock(), list[bool]()
 """Held while a stream makes an item, so that a child has no copies of its locks; and the forks that wait for that."""
 
@@ -61,10 +59,10 @@ class _StoppedError(Exception):
 class Recorder:
     """Records a stream until `close`, the stream's end or an error. The caller has locked the recording.
 
-    ``source`` is the stream, or a function that returns it; ``name`` the name of its code.
+    ``source`` returns the stream; ``name`` is the name of its code.
     """
 
-    def __init__(self, source: Any, name: str | None, recording: Recording) -> None:
+    def __init__(self, source: Callable[[], Any], name: str | None, recording: Recording) -> None:
         self._source, self._name, self._recording = source, name, recording
         self._stream: Any = None
         self._states: list[tuple[int, Any]] = []
@@ -110,10 +108,8 @@ class Recorder:
             count += len(group)
             if not group:
                 return self._seal(count, is_complete=True)
-            if (
-                recording.num_bytes(count) - self._sealed[1] >= _SEAL_BYTES
-                or time.monotonic() - self._sealed[0] > _SEAL_SECONDS
-            ):
+            seconds, num_bytes = time.monotonic() - self._sealed[0], recording.num_bytes(count) - self._sealed[1]
+            if seconds > _SEAL_SECONDS or num_bytes >= _SEAL_BYTES:
                 self._seal(count)
         self._seal(count)
 
@@ -161,7 +157,10 @@ class Recorder:
 
     def _opened(self, state: Any) -> Iterator[Any]:
         """Returns the items of the stream from a state on; None: from its beginning."""
-        stream = self._source() if callable(self._source) else self._source
+        stream = self._source()
+        if getattr(getattr(stream, "_distributed", None), "world_size", 1) > 1:  # of Hugging Face
+            cure = "leave split_dataset_by_node out: RecordedSampler gives each rank its part of every batch"
+            raise ConfigError.of("the whole stream on every rank", "one that is split by rank", cure)
         if state is not None:
             if not hasattr(stream, "load_state_dict"):
                 return iter(())

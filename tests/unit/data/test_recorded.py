@@ -375,7 +375,7 @@ def test_a_shuffled_stream_of_hugging_face_loses_and_doubles_nothing(tmp_path: P
         assert [row["id"] for row in data.__getitems__(range(200))] == expected
     split = distributed.split_dataset_by_node(stream(), rank=0, world_size=2)
     with pytest.raises(ConfigError, match="the whole stream on every rank"):
-        Recorded(split, tmp_path / "split")
+        Recorded(lambda: split, tmp_path / "split").record()
 
 
 @pytest.mark.usefixtures("slowed")

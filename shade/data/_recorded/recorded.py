@@ -59,14 +59,15 @@ class Recorded(Dataset[Any], GrowingSource):
         if "://" in os.fspath(disk) or "?" in os.fspath(disk):
             raise ConfigError.of("a folder of a local disk", os.fspath(disk), "pass its path, without options")
         is_function = callable(source) and not isinstance(source, Iterable)
-        self._source: Any = source if is_function else lambda: source
+        made: Any = source if is_function else lambda: source
+        self._source: Callable[[], Iterable[Any]] | None = made
         self._name = _name_of(source) if is_function else None
         self._recording = Recording(os.path.abspath(os.path.expanduser(disk)))
         self._recorder: Recorder | None = None
         self._has_ended = False
         weakref.finalize(self, self._recording.close).atexit = False
         if self.is_complete and (self._name is None or self._name != self._recording.mark()["name"]):
-            items = list(itertools.islice(self._source(), 1))
+            items = list(itertools.islice(made(), 1))
             if encoded(items, 0) != self._recording.payloads(range(min(1, self._recording.count))):
                 raise another_stream(self._recording.folder, 0)
 

@@ -176,8 +176,7 @@ class Recorder:
             digests = [xxhash.xxh3_64_intdigest(payload) for payload in encoded(group, start)]
             recorded = self._recording.rows(stop)["digest"][start : start + len(group)].tolist()
             if not group or digests != recorded:
-                alike = itertools.takewhile(bool, map(operator.eq, digests, recorded))
-                return start + sum(alike)
+                return start + sum(1 for _ in itertools.takewhile(bool, map(operator.eq, digests, recorded)))
             if self._stopped.is_set():
                 raise _StoppedError
             start += len(group)

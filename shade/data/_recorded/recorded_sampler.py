@@ -100,7 +100,7 @@ class RecordedSampler(ShadeSampler):
         return num_steps(num_drawn, self.global_batch, drop_last=self.drop_last)
 
     @override
-    def begin_pass(self, is_placed: bool) -> tuple[int, Iterator[int]]:
+    def _begin_pass(self, is_placed: bool) -> tuple[int, Iterator[int]]:
         place, generators = self.place, getattr(self._recorded_dataset, "generators", None)
         if self._is_first:
             is_over = place.first_step > 0 and place.is_over(self.num_steps, is_placed=is_placed)
@@ -110,7 +110,7 @@ class RecordedSampler(ShadeSampler):
         if generators is not None:
             generators.follow(self.seed, self.epoch)
         if not self._is_first:
-            return super().begin_pass(is_placed)
+            return super()._begin_pass(is_placed)
         is_first = not place.has_begun
         place.rewind()
         mine = place.begin(self.num_steps, is_first=is_first)

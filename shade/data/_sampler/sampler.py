@@ -311,9 +311,9 @@ class ShadeSampler(DistributedSampler[int]):
         )
 
     def __iter__(self) -> SamplerIterator:
-        return SamplerIterator(self, self.begin_pass)
+        return SamplerIterator(self, self._begin_pass)
 
-    def begin_pass(self, is_placed: bool) -> tuple[int, Iterator[int]]:
+    def _begin_pass(self, is_placed: bool) -> tuple[int, Iterator[int]]:
         """Begins a pass for a `SamplerIterator`, as that describes it."""
         return self._passes.begin(is_placed)
 

@@ -341,9 +341,9 @@ class Lengthless(Dataset[int]):
 @pytest.mark.parametrize(
     ("wrapped", "cure"),
     [
-        (Stream(), "list"),
-        (SizedStream(), "list"),
-        (iter(range(3)), "list"),
+        (Stream(), r"Recorded\(stream, disk="),
+        (SizedStream(), r"Recorded\(stream, disk="),
+        (iter(range(3)), r"Recorded\(stream, disk="),
         (Lengthless(), "__len__"),
         ("/tmp", "ImageFolder"),
         (Path("/tmp"), "ImageFolder"),

@@ -78,11 +78,9 @@ class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
         self._once_committed(remove)
 
     def _discard(self, step: int | None) -> None:
-        storage = tiers_of(self._checkpointer).storage
-        places = [each for found in self._checkpointer.list() if found.record.step == step for each in found.sources]
-        for place in places:
-            if storage is not None and place.tier is storage:
-                storage.discard(place.location)
+        if (storage := tiers_of(self._checkpointer).storage) is not None:
+            for place in [place for place, record in storage.held().items() if record.step == step]:
+                storage.discard(place)
 
     @override
     def teardown(self) -> None:

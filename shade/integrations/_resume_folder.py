@@ -1,17 +1,14 @@
-"""What the Trainer of transformers reads when it resumes: a folder with its state and with weights.
-
-A snapshot's weights are read in place, and not put together for the Trainer: an index names them in a file without any.
-"""
+"""The folder that the Trainer of transformers resumes from: its state, and an index of a file without weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
@@ -19,38 +16,36 @@ from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from shade.errors import ConfigError
 
 
-def check_splits(trainer: Trainer) -> bool:
-    """Returns whether a trainer's model is split while it trains; raises a ConfigError if it cannot be saved."""
-    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-    is_split = plugin is not None or any(isinstance(each, DTensor) for each in trainer.model.parameters())
-    expected = "a model= in one process, or under DDP or FSDP2"
-    if trainer.is_deepspeed_enabled:
-        raise ConfigError.of(expected, "DeepSpeed", "let the Trainer save it")
-    if trainer.model_init:
-        raise ConfigError.of(expected, "model_init=", "pass the model that it makes")
-    if plugin is not None and plugin.fsdp_version != 2:
-        raise ConfigError.of(expected, "FSDP1", 'fsdp_config={"version": 2}')
-    if is_split and is_peft_model(trainer.model):
-        raise ConfigError.of(expected, "PEFT's adapters in a model that is split", "leave fsdp= out, for DDP")
-    return is_split
+def check_saved(trainer: Trainer) -> None:
+    """Raises a ConfigError if what a trainer trains cannot be saved and resumed."""
+    version = trainer.accelerator.state.fsdp_plugin.fsdp_version if trainer.is_fsdp_enabled else 0
+    for is_so, got, cure in (
+        (trainer.is_deepspeed_enabled, "DeepSpeed", "let the Trainer save it"),
+        (trainer.model_init, "model_init=", "pass the model that it makes"),
+        (version == 1, "FSDP1", 'fsdp_config={"version": 2}'),
+        (version and is_peft_model(trainer.model), "adapters of PEFT under FSDP2", "leave fsdp= out, for DDP"),
+    ):
+        if is_so:
+            raise ConfigError.of("a model= in one process, or under DDP or FSDP2", got, cure)
 
 
 def exported_state(trainer: Trainer) -> str:
     """Returns a trainer's state as it writes it itself: history, best metric, states of callbacks."""
-    states: dict[str, list[object]] = {}
+    states: dict[str, Any] = {}
     for each in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(each, ExportableState):
             states.setdefault(type(each).__name__, []).append(each.state())
-    merged = {name: found[0] if len(found) == 1 else found for name, found in states.items()}
-    return json.dumps(dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=merged)))
+    states = {name: found[0] if len(found) == 1 else found for name, found in states.items()}
+    return json.dumps(dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=states)))
 
 
 def write_folder(folder: Path, state: str, model: torch.nn.Module) -> None:
     """Writes what the Trainer reads: a state that was exported, and nothing that changes the model."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trainer_state.json").write_text(state)
-    weights, has_index = model.state_dict(), not is_peft_model(model)  # for PEFT's, it reads no index
-    if has_index:
-        index = {"weight_map": dict.fromkeys(weights, "none.bin")}
+    if is_peft_model(model):  # of which it reads no index
+        torch.save(model.state_dict(), folder / WEIGHTS_NAME)
+    else:
+        index = {"weight_map": dict.fromkeys(model.state_dict(), "none.bin")}
         (folder / WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
-    torch.save({} if has_index else weights, folder / ("none.bin" if has_index else WEIGHTS_NAME))
+        torch.save({}, folder / "none.bin")

@@ -1,7 +1,6 @@
-"""What `ShadeTrainer` gives the Trainer of transformers: batches with indices, and epochs that a `ShadeSampler` counts.
+"""Epochs of a `ShadeSampler` under the Trainer of transformers, which takes all to be as long as the first.
 
-The Trainer takes all epochs to be as long as the first. Those of ``unbiased`` become shorter, so the sampler says when
-one has ended, and which one is the last.
+Those of ``unbiased`` become shorter, so the sampler says when one has ended, and which one is the last.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from shade.data import ShadeSampler
 from shade.errors import ConfigError
 
 SAMPLER_NAME = "sampler.pt"
-"""File of the sampler's state in a checkpoint of the Trainer's own."""
 
 
 def collate_indexed(batch: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
@@ -37,8 +35,7 @@ class SampledEpochs(TrainerCallback):  # type: ignore[misc]
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # Not before: the Trainer has counted the steps of a whole epoch.
-        if self.saved is not None and self.saved.exists():
+        if self.saved is not None and self.saved.exists():  # not before: the steps of a whole epoch were counted
             self._sampler.load_state_dict(torch.load(self.saved, weights_only=True))
 
     @override

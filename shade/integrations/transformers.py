@@ -21,7 +21,7 @@ from shade.installation import install_hint
 try:
     from transformers import Trainer, TrainerCallback
 
-    from shade.integrations._resume_folder import check_splits, exported_state, write_folder
+    from shade.integrations._resume_folder import check_saved, exported_state, write_folder
     from shade.integrations._trainer import ShadeTrainer
 except ImportError as error:
     raise ConfigError.of("the transformers package", None, install_hint("ecosystem")) from error
@@ -38,9 +38,8 @@ class ShadeTrainerCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, trainer: Trainer, **options: Any) -> None:
-        self._is_split = check_splits(trainer)
-        self.checkpointer = Checkpointer(**options)
-        # A model that will be split is attached, and read, when it is.
+        check_saved(trainer)
+        self.checkpointer, self._is_split = Checkpointer(**options), trainer.is_fsdp_enabled
         self.checkpointer.attach(trainer=self, **({} if self._is_split else {"model": trainer.model}))
         self._folder, self._metrics = Path(trainer.args.output_dir) / "shade-resume", dict[str, float]()
         self._trainer, self._state, self._step = trainer, "", 0

@@ -707,7 +707,7 @@ def test_what_the_trainer_cannot_do_is_refused_before_the_first_step(
         (2, "is_deepspeed_enabled", True, "got 'DeepSpeed'; let the Trainer save it"),
         (2, "model_init", example.BagOfWords, "got 'model_init='; pass the model"),
         (1, "is_fsdp_enabled", True, r"got 'FSDP1'; fsdp_config=.*2"),
-        (2, "is_fsdp_enabled", True, r"got .PEFT's adapters in a model that is split.; leave fsdp= out"),
+        (2, "is_fsdp_enabled", True, r"got .adapters of PEFT under FSDP2.; leave fsdp= out"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr("shade.integrations._resume_folder.is_peft_model", lambda model: True)

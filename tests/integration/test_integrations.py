@@ -127,7 +127,9 @@ SCRIPTS = {
         {
             "from shade.integrations.ray import": "",
             "    loader = RayLoader(": "",
-            "    for _ in range(": "    for _ in range(2):",
+            # As Ray's pages say; our loader says the epoch itself.
+            "    for _ in range(": "    for epoch in range(2):\n"
+            "        getattr(loader.sampler, 'set_epoch', print)(epoch)",
         },
         (7, 14),
     ),

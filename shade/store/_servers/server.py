@@ -47,9 +47,8 @@ LOOPBACK: Final = "127.0.0.1"
 MAX_SOCKET_PATH: Final = 100
 """The kernel takes 107 bytes of path, on other systems 103."""
 
-# `read` returns when the owner closes the pipe, or when the kernel does it for a dead owner. The shells of the pipeline
-# outlive the watchdog, which an owner may kill with its other children, as a worker of Ray does at its end.
-# SIGKILL also ends a stopped server, and a cache has nothing to save.
+# `read` returns when the owner closes the pipe, or when the kernel does it for a dead owner. What it is piped to outlives
+# a watchdog that a worker of Ray kills as it ends. SIGKILL also ends a stopped server: a cache has nothing to save.
 _WATCHDOG: Final = """
 trap '' HUP INT TERM
 private=$1; shift

@@ -47,7 +47,7 @@ LOOPBACK: Final = "127.0.0.1"
 MAX_SOCKET_PATH: Final = 100
 """The kernel takes 107 bytes of path, on other systems 103."""
 
-# `read` returns when the owner closes the pipe, or when the kernel does it for a dead owner. What it is piped to outlives
+# `read` returns when the owner closes the pipe, or the kernel does it for a dead owner. What it is piped to outlives
 # a watchdog that a worker of Ray kills as it ends. SIGKILL also ends a stopped server: a cache has nothing to save.
 _WATCHDOG: Final = """
 trap '' HUP INT TERM

@@ -56,7 +56,6 @@ OTHERS: dict[str, str] = {
     "passthrough_ll": "libfuse",
     "AWS_PROFILE": "AWS",
     "endpoint_url": "s3fs",
-    "save_total_limit": "transformers",
     "snapshot_every_n_steps": "torchdata",
     "CheckpointIO": "Lightning",
     "load_from_checkpoint": "Lightning",

@@ -51,6 +51,11 @@ def progress_bar(total: float, **options: Any) -> tqdm[Any]:
     return tqdm(total=total, file=sys.stderr, disable=silent, ncols=width, nrows=height, **options)
 
 
+def bytes_bar(what: str, num_bytes: int) -> tqdm[Any]:
+    """Returns a bar of bytes with rate and time left, which disappears at the end; silent without a terminal."""
+    return progress_bar(num_bytes, desc=what, unit="B", unit_scale=True, leave=False)
+
+
 @contextlib.contextmanager
 def status_line(text: str) -> Iterator[None]:
     """Shows what is done meanwhile on a terminal, and removes the line at the end; silent without a terminal."""

@@ -89,36 +89,18 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
     # ── saving ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Begins a checkpoint.
-
-        Args:
-            info: Its tag and folder.
-        """
+        """Begins a checkpoint."""
         self._files.clear()
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Takes a state; `commit` saves it with all others.
-
-        Args:
-            state_dict: The state; it must not change until then.
-            path: Where DeepSpeed will look for it.
-        """
+        """Takes a state, which must not change before `commit` saves it with all others."""
         where = Path(path)
         self._files[f"{where.parent.name}/{where.name}"] = where, state_dict
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Saves the states that this rank was given since `create`. Collective.
-
-        Args:
-            info: As in `create`.
-
-        Returns:
-            True.
-
-        Raises:
-            ConfigError: Something in a state cannot be saved.
-            CheckpointError: No tier took it; DeepSpeed continues with the previous ``latest``.
-        """
+        """Saves the states that this rank was given since `create`. Collective. Returns True; raises ConfigError if
+        something in a state cannot be saved, and CheckpointError if no tier took it: DeepSpeed continues with the
+        previous ``latest``."""
         files, self._files = self._files, {}
         step = self._step_of(str(info.tag))
         states = {name: plain(state) for name, (_, state) in files.items()}
@@ -164,10 +146,8 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
             CorruptCheckpointError: It is lost in every copy.
         """
         note = _note_at(Path(path), self.checkpointer.run)
-        state = self._read(*self._snapshot(note), note)
-        if isinstance(map_location, str | torch.device) and torch.device(map_location).type != "cpu":
-            state = _moved(state, torch.device(map_location))
-        return from_plain(state)
+        device = torch.device(map_location) if isinstance(map_location, str | torch.device) else None
+        return from_plain(self._read(*self._snapshot(note), note), device)
 
     def _snapshot(self, note: dict[str, Any]) -> tuple[Snapshot, Any]:
         """Returns the snapshot that a note names, and the tree of the states that the note's rank saved."""
@@ -206,11 +186,8 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         return False
 
     def cleanup(self) -> None:
-        """Waits until the saves are committed, then closes. Safe to call twice.
-
-        Raises:
-            CheckpointError: The last save is in no tier.
-        """
+        """Waits until the saves are committed, then closes; raises CheckpointError if the last one is in no tier. Safe
+        to call twice."""
         self.checkpointer.close()
 
 
@@ -236,18 +213,6 @@ def _only_child(tree: Any) -> Any:
     except (TypeError, KeyError, ValueError, IndexError) as error:
         raise CorruptCheckpointError(f"expected a state of DeepSpeed in the snapshot, got another: {error}") from error
     return thing
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Returns the value with its tensors on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        for key, each in value.items():
-            value[key] = _moved(each, device)
-    if type(value) in (list, tuple):
-        return type(value)(_moved(each, device) for each in value)
-    return value
 
 
 # ── DeepSpeed's own classes in states ───────────────────────────────────────────────────────────────────────────────
@@ -279,18 +244,17 @@ def plain(state: Any) -> Any:
     return state
 
 
-def from_plain(state: Any) -> Any:
-    """Returns the state that `plain` was given; changes dicts in place. Raises `CorruptCheckpointError` if an object
-    has an unknown class."""
+def from_plain(state: Any, device: torch.device | None = None) -> Any:
+    """Returns the state that `plain` was given, its tensors on a device (None: where they are); changes dicts in place.
+    Raises `CorruptCheckpointError` if an object has an unknown class."""
     kind = type(state)
+    if isinstance(state, torch.Tensor):
+        return state if device is None else state.to(device)
     if isinstance(state, dict):
-        if STAND_IN in state:
-            return _object(state[STAND_IN], state.get("fields"))
         for key, each in state.items():
-            state[key] = from_plain(each)
-    elif kind in (list, tuple):
-        return kind(from_plain(each) for each in state)
-    return state
+            state[key] = from_plain(each, device)
+        return _object(state[STAND_IN], state.get("fields")) if STAND_IN in state else state
+    return kind(from_plain(each, device) for each in state) if kind in (list, tuple) else state
 
 
 def _object(name: Any, fields: Any) -> Any:
@@ -300,5 +264,5 @@ def _object(name: Any, fields: Any) -> Any:
     if issubclass(found, Enum):
         return found(fields)
     made = object.__new__(found)
-    vars(made).update(from_plain(fields))
+    vars(made).update(fields)
     return made

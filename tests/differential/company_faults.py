@@ -28,6 +28,7 @@ from shade.checkpoint._capture.flatten import _Flattener
 from shade.checkpoint._restore import restore
 from shade.checkpoint._save.save import Saver
 from shade.checkpoint._session import checkpointer as checkpointing
+from shade.checkpoint._strategies import overlap
 from shade.checkpoint._strategies.overlap import Overlap, ThreadedCopy
 from shade.checkpoint._tiers import identity
 from shade.data._dataset.batch_reader import BatchReader
@@ -234,7 +235,7 @@ def unused_decay() -> AbstractContextManager[Any]:
 
 def torn_copies() -> AbstractContextManager[Any]:
     """No step waits for the copy of a save, which takes long."""
-    serve = ThreadedCopy._serve
+    finish = overlap._finish
 
     class Slow:
         def __init__(self, copying: Any) -> None:
@@ -244,15 +245,8 @@ def torn_copies() -> AbstractContextManager[Any]:
             time.sleep(0.3 * (name == "finish"))
             return getattr(self._copying, name)
 
-    def slowly(self: ThreadedCopy) -> None:
-        work = self._work
-        self._work = SimpleNamespace(  # type: ignore[assignment]
-            get=lambda: (order := work.get()) and (Slow(order[0]), order[1]), put=work.put
-        )
-        serve(self)
-
     return together(
-        replaced(ThreadedCopy, "_serve", slowly),
+        replaced(overlap, "_finish", lambda copying, copied: finish(Slow(copying), copied)),
         replaced(Overlap, "begin", ThreadedCopy.begin),
         replaced(Saver, "wait_copy_complete", nothing),
         replaced(Saver, "is_copying", lambda self, optimizer: False),

@@ -144,9 +144,9 @@ class Held:
             yield is_free
 
 
-def held_here(parent: Path | None = None) -> Iterator[Held]:
+def held_here() -> Iterator[Held]:
     """Yields what each run has in shared memory, in the order of their ids."""
-    folder = own_folder("", parent)
+    folder = own_folder("")
     # pathlib's own would raise where another process removes a folder meanwhile.
     for place in sorted(glob(f"*/*/{ABOUT}", root_dir=folder)):
         yield Held((folder / place).parent, Path(place).parts[0])

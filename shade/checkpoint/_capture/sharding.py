@@ -243,27 +243,23 @@ def sharding_of(tensor: Any, path: str) -> tuple[Sharding, tuple[int, ...]]:
         if each.is_partial():
             cure = "redistribute() it to Replicate() or Shard() before it is saved"
             raise ConfigError.of(f"{path!r} to be sharded or replicated", each, cure)
-    order, default = getattr(spec, "shard_order", None), getattr(spec, "compute_default_shard_order", None)
-    if order is not None and default is not None and order != default(spec.placements):
-        raise ConfigError.of(f"{path!r} to be split from the first mesh dimension on", order, "redistribute() it")
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         cure = "attach it on the ranks of its mesh alone"
         raise ConfigError.of(f"this rank to be in the mesh of {path!r}", f"{spec.mesh}", cure)
-    made, part, shape = _split_at(spec, tuple(coordinate))
-    if shape != tensor.to_local().shape:
-        raise ConfigError.of(
-            f"a part of {path!r} of shape {shape}, which {spec.placements} give",
-            tuple(tensor.to_local().shape),
-            "choose sizes which the ranks divide",
-        )
+    made, part, shape, order = _split_at(spec, tuple(coordinate))
+    if order is not None:
+        raise ConfigError.of(f"{path!r} to be split from the first mesh dimension on", order, "redistribute() it")
+    if shape != tensor._local_tensor.shape:  # `to_local` would make a view for autograd
+        expected, got = f"a part of {path!r} of shape {shape}, which {spec.placements} give", tensor._local_tensor.shape
+        raise ConfigError.of(expected, tuple(got), "choose sizes which the ranks divide")
     return made, part
 
 
 @lru_cache(maxsize=4096)
-def _split_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...], tuple[int, ...]]:
-    """Returns the sharding of a DTensorSpec, and the part at a coordinate and its shape; every save asks for each
-    tensor's, and a mesh makes the list of its ranks anew each time."""
+def _split_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...], tuple[int, ...], Any]:
+    """Returns the sharding of a DTensorSpec, the part at a coordinate, its shape, and the order of its shards if that
+    is one of their own; every save asks for each tensor's, and a mesh makes the list of its ranks anew each time."""
     mesh = spec.mesh
     placements = tuple(
         None if each.is_replicate() else (int(each.dim), int(getattr(each, "split_factor", 1)))
@@ -271,7 +267,9 @@ def _split_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[Sharding, tuple[i
     )
     made = Sharding(tuple(spec.shape), tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), placements)
     part = made.part_at(coordinate)
-    return made, part, tuple(len(index) for index in made.region(part))
+    order, default = getattr(spec, "shard_order", None), getattr(spec, "compute_default_shard_order", None)
+    is_usual = order is None or default is None or order == default(spec.placements)
+    return made, part, tuple(len(index) for index in made.region(part)), None if is_usual else order
 
 
 @dataclass(frozen=True, eq=False)

@@ -108,11 +108,8 @@ class Piece:
 
 
 def standalone_codec(name: str) -> Standalone:
-    """Returns a standalone codec.
-
-    Raises UnknownNameError if there is no such codec, or ConfigError if the codec needs a base, or a package is
-    missing.
-    """
+    """Returns a standalone codec; raises UnknownNameError if there is none of that name, or ConfigError if the codec
+    needs a base, or a package is missing."""
     codec = CODECS.get(name)()
     if not isinstance(codec, Standalone):
         known = ", ".join(each for each in CODECS if issubclass(CODECS.get(each), Standalone))

@@ -61,9 +61,6 @@ class Zstandard(Standalone):
     One item width serves a whole shard, that of most of its bytes (`Manifest.item_bytes`); other items are stored
     correctly but larger. It saves room. Whether it saves time depends on the storage, which ``compress="if-faster"``
     measures.
-
-    Raises:
-        ConfigError: The ``zstandard`` package is missing.
     """
 
     def __init__(self) -> None:
@@ -86,9 +83,6 @@ class XorZstandard(Delta):
     `benchmarks/bench_codecs.py` measures the effect. The base is the keyframe, not the previous snapshot, so a
     snapshot needs only one other, and any between may be lost or removed. Cost: a copy of the keyframe in this
     process's memory.
-
-    Raises:
-        ConfigError: The ``zstandard`` package is missing.
     """
 
     alone: ClassVar[str] = "zstd"

@@ -29,11 +29,7 @@ Raw: TypeAlias = npt.NDArray[np.uint8]
 
 
 class LossyDelta(Delta):
-    """Stores differences of float32 items to the previous snapshot.
-
-    Raises:
-        ConfigError: The ``zstandard`` package is missing.
-    """
+    """Stores differences of float32 items to the previous snapshot."""
 
     is_exact: ClassVar[bool] = False
     follows_previous: ClassVar[bool] = True

@@ -20,14 +20,7 @@ _LEVEL: Final = 1
 
 
 class Frames:
-    """Packs and unpacks frames.
-
-    Args:
-        codec: Name of the codec, for the message.
-
-    Raises:
-        ConfigError: The ``zstandard`` package is missing.
-    """
+    """Packs and unpacks frames; raises ConfigError, with the codec's name, if the ``zstandard`` package is missing."""
 
     def __init__(self, codec: str) -> None:
         try:
@@ -44,10 +37,7 @@ class Frames:
         return made
 
     def unpack(self, stored: Bytes, least: int, most: int, item_bytes: int = 1) -> npt.NDArray[np.uint8]:
-        """Returns the data of a frame.
-
-        Raises CorruptCheckpointError if it is no frame, or its length is out of range.
-        """
+        """Returns the data of a frame; raises CorruptCheckpointError if it is none, or its length is out of range."""
         zstandard = self._zstandard
         try:
             length = zstandard.get_frame_parameters(stored).content_size

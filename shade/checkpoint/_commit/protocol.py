@@ -32,55 +32,54 @@ T = TypeVar("T")
 _NO_PACE = Pace()
 
 
-def agree(
-    group: RankGroup,
-    manifest: Manifest | None,
-    error: str | None,
+def statement(
+    manifest: Manifest,
     *,
     sequence: int,
     saved_at: float,
     metrics: Mapping[str, float] | None = None,
     replica: str = "",
-    pace: Pace = _NO_PACE,
     base: str | None = None,
-) -> tuple[Commit, list[int], Pace]:
-    """Takes step 1: every rank learns the digests of all manifests, or that one rank has none.
+) -> dict[str, Any]:
+    """Returns what the other ranks have to know of a rank's shard.
 
-    Args:
-        group: The ranks.
-        manifest: Manifest of this rank's shard.
-        error: Why this rank has no manifest.
-        sequence: Number of the save in its run; the highest one counts.
-        saved_at: When the state was taken, in seconds since 1970; rank 0's counts, like the two below.
-        metrics: Metrics kept in the record.
-        replica: Digest over samples of the state that all ranks should hold alike; empty where they need not.
-        pace: Pace that this rank measured.
-        base: Digest of the record of the snapshot that the shard builds on, the same on every rank; None for none.
-
-    Returns:
-        The commit record, the stored length of each rank's shard, and rank 0's pace; the same on every rank.
-
-    Raises:
-        CheckpointError: One rank could not copy its state, or the ranks do not save the same thing.
+    ``sequence`` is the number of the save in its run: the highest counts. ``saved_at`` is when the state was taken, in
+    seconds since 1970: rank 0's counts, as do its ``metrics``. ``replica`` is a digest over samples of the state that
+    all ranks should hold alike, empty where they need not; ``base`` that of the record of the snapshot that the shard
+    builds on, the same on every rank.
     """
+    return {
+        "digest": manifest.digest,
+        "run": manifest.run,
+        "step": manifest.step,
+        "num_bytes": manifest.num_bytes,
+        "stored_bytes": manifest.stored_bytes,
+        "version": manifest.version,
+        "base": base,
+        "sequence": sequence,
+        "saved_at": saved_at,
+        "metrics": dict(metrics or {}),
+        "replica": replica,
+        "splits": splits_in(manifest.tree),
+    }
+
+
+def agree(
+    group: RankGroup, manifest: Manifest | None, error: str | None, *, pace: Pace = _NO_PACE, **said: Any
+) -> tuple[Commit, list[int], Pace]:
+    """Takes step 1: every rank learns the digests of all manifests, or that one rank has none and why (``error``).
+    ``said`` is what `statement` takes. Returns the commit record, the stored length of each rank's shard, and rank 0's
+    pace, the same on every rank. Raises a CheckpointError as `record_of`."""
     mine: dict[str, Any] = {"error": error}
     if manifest is not None:
-        mine |= {
-            "digest": manifest.digest,
-            "run": manifest.run,
-            "step": manifest.step,
-            "num_bytes": manifest.num_bytes,
-            "stored_bytes": manifest.stored_bytes,
-            "version": manifest.version,
-            "base": base,
-            "sequence": sequence,
-            "saved_at": saved_at,
-            "metrics": dict(metrics or {}),
-            "pace": asdict(pace),
-            "replica": replica,
-            "splits": splits_in(manifest.tree),
-        }
+        mine |= statement(manifest, **said) | {"pace": asdict(pace)}
     gathered = group.gather(mine)
+    return record_of(gathered), [each["stored_bytes"] for each in gathered], Pace(**gathered[0]["pace"])
+
+
+def record_of(gathered: Sequence[Mapping[str, Any]]) -> Commit:
+    """Returns the commit record of a snapshot, from every rank's statement; raises a CheckpointError if one rank could
+    not copy its state, or the ranks do not save the same thing."""
     _check_alike(gathered)
     if len({each["base"] for each in gathered}) > 1:
         bases = [each["base"] for each in gathered]
@@ -89,13 +88,13 @@ def agree(
     if different:
         cure = "wrap the model in DistributedDataParallel, or pass replicated=False to save each rank's own"
         raise CheckpointError.of("the same parameters on every rank", f"others on ranks {different} than on 0", cure)
-    check_splits([each["splits"] for each in gathered])
+    _check_splits([each["splits"] for each in gathered])
     first = gathered[0]
-    record = Commit(
+    return Commit(
         run=first["run"],
         step=first["step"],
         sequence=max(each["sequence"] for each in gathered),
-        world_size=group.world_size,
+        world_size=len(gathered),
         manifests=tuple(each["digest"] for each in gathered),
         num_bytes=sum(each["num_bytes"] for each in gathered),
         saved_at=first["saved_at"],
@@ -103,10 +102,9 @@ def agree(
         base=first["base"],
         version=max(each["version"] for each in gathered),
     )
-    return record, [each["stored_bytes"] for each in gathered], Pace(**first["pace"])
 
 
-def check_splits(gathered: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+def _check_splits(gathered: Sequence[Mapping[str, Sequence[Any]]]) -> None:
     """Raises unless all ranks of each mesh have split the same DTensors in the same way."""
     for mesh in {mesh for each in gathered for mesh in each}:
         said = {rank: each[mesh][0] for rank, each in enumerate(gathered) if mesh in each}
@@ -127,10 +125,10 @@ def announce(group: RankGroup, manifest: Manifest | None, error: str | None) -> 
     return [each["num_bytes"] for each in gathered]
 
 
-def _check_alike(gathered: list[dict[str, Any]]) -> None:
+def _check_alike(gathered: Sequence[Mapping[str, Any]]) -> None:
     """Raises unless all ranks have a shard of the same step."""
     for rank, each in enumerate(gathered):
-        if each["error"]:
+        if each.get("error"):
             raise CheckpointError(f"rank {rank}: {each['error']}")
     steps = [(each["run"], each["step"]) for each in gathered]
     if len(set(steps)) > 1:
@@ -263,6 +261,17 @@ def retire(
             "shade checkpoint verify, and remove the folders that it names",
             *(stay, tier.name, "; ".join(unreadable)),
         )
+
+
+def note_health(tier: Tier, group: RankGroup, failing: set[str], failure: object, *, is_last: bool) -> None:
+    """Logs on rank 0 when a tier begins to fail, and when it works again; ``failing`` are those that failed last."""
+    is_news = (failure is not None) != (tier.name in failing)
+    (failing.discard if failure is None else failing.add)(tier.name)
+    if is_news and group.rank == 0:
+        if failure is None:
+            logger.warning("%s works again", tier.name)
+        else:
+            logger.warning("%s fails%s: %s", tier.name, "" if is_last else "; saves go to storage", failure)
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from shade.checkpoint._commit.protocol import check_base, retire
-from shade.checkpoint._flush.progress import Progress
 from shade.checkpoint._format.manifest import Commit, Manifest
 from shade.checkpoint._format.retention import Keep, lineage
 from shade.checkpoint._pacing.batching import best_batch_bytes
@@ -33,6 +32,7 @@ from shade.checkpoint._restore.reader import Reader, Snapshot, SnapshotSource
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import CorruptCheckpointError, ShadeError, StorageError, StoreError
+from shade.terminal import bytes_bar
 from shade.types import Bytes, Clock
 
 MOST_BYTES: Final = 2**20
@@ -157,7 +157,6 @@ class Flusher:
         keep: Retention rules of the storage.
         stop: Set by others to end a write in progress: the slot stays dirty, nothing becomes visible in storage.
         may_write: Called before anything in storage is changed; False after another flusher has taken over.
-        progress: Receives each snapshot and chunk.
         clock: Clock for rates and waits.
         ahead_fetches: See `AHEAD_FETCHES`; 0: reads and writes in turn, without a thread.
     """
@@ -170,14 +169,13 @@ class Flusher:
         *,
         stop: threading.Event | None = None,
         may_write: Callable[[], bool] = lambda: True,
-        progress: Progress | None = None,
         clock: Clock = time.monotonic,
         ahead_fetches: int = AHEAD_FETCHES,
     ) -> None:
         self._ahead_fetches = ahead_fetches
         self.memory, self.storage, self.keep = memory, storage, keep
         self._stop = stop or threading.Event()
-        self._may_write, self._progress, self._clock = may_write, progress or Progress(), clock
+        self._may_write, self._clock = may_write, clock
         self._reader, self._pace = Reader([memory]), FetchPace()
         self._damaged: set[str] = set()
         self._trouble: type[ShadeError] | None = None
@@ -300,14 +298,13 @@ class Flusher:
         self._check()
         sizes = [manifest.stored_bytes for manifest in manifests]
         target = self.storage.prepare(record.step, sizes)
-        self._progress.begin(f"{record.run} step {record.step}", sum(sizes))
+        fetching = Prefetch(_fetch(self._reader, snapshot, manifests, self._pace), self._ahead_fetches)
         try:
-            with Prefetch(_fetch(self._reader, snapshot, manifests, self._pace), self._ahead_fetches) as fetches:
+            with bytes_bar(f"{record.run} step {record.step}", sum(sizes)) as bar, fetching as fetches:
                 chunks = itertools.chain.from_iterable(fetches)
                 for manifest in manifests:
-                    self.storage.put(
-                        target, Shard(manifest, self._count_bytes(itertools.islice(chunks, len(manifest.chunks))))
-                    )
+                    own = itertools.islice(chunks, len(manifest.chunks))
+                    self.storage.put(target, Shard(manifest, self._counted(own, bar.update)))
             self._check()
             check_base(self.storage, record)
             self.storage.commit(target, record)
@@ -318,17 +315,16 @@ class Flusher:
                     self.storage.discard(target)
             raise
         finally:
-            self._progress.end()
             with contextlib.suppress(StoreError):
                 self.memory.release_hold(location)
         return sum(sizes)
 
-    def _count_bytes(self, chunks: Iterable[Bytes]) -> Iterator[Bytes]:
+    def _counted(self, chunks: Iterable[Bytes], advance: Callable[[int], object]) -> Iterator[Bytes]:
         for content in chunks:
             if self._stop.is_set():
                 raise _StopRequestedError
             yield content
-            self._progress.advance(len(content))
+            advance(len(content))
 
     def _check(self) -> None:
         if self._stop.is_set() or not self._may_write():

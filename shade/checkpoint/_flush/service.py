@@ -26,7 +26,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from shade.checkpoint._buffer.shared_memory_folder import flusher_log, open_log, remove_log
 from shade.checkpoint._flush.flusher import Flusher
-from shade.checkpoint._flush.progress import Progress, ProgressBar
 from shade.checkpoint._format.retention import DEFAULT, Keep
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.run_lock import ENDED, FLUSHER, TRAINER, RunLock, is_held, runs_in_store, spread_keys
@@ -146,7 +145,6 @@ def flush(
                 keep=rules,
                 until=Until.DRAINED if once else Until.ENDED if until_ended else Until.STOPPED,
                 stop=stop,
-                progress=ProgressBar(),
             )
     finally:
         logger.setLevel(level)
@@ -206,7 +204,6 @@ def serve(
     until: Until = Until.STOPPED,
     stop: threading.Event | None = None,
     patience_seconds: float = PATIENCE_SECONDS,
-    progress: Progress | None = None,
 ) -> bool:
     """Flushes until nothing is left to wait for, as ``until`` says; returns whether everything that was found is
     durable. Without a ``run`` it serves every run found in the store, now and later, that no other flusher serves.
@@ -222,9 +219,7 @@ def serve(
         with open_volume(persist_url) as volume:
             volume.ping()
             logger.info("from %s to %s", store.url, volume.url)
-        service = resources.enter_context(
-            _FlushService(store, persist_url, keep or Keep.parse(DEFAULT), stop, progress)
-        )
+        service = resources.enter_context(_FlushService(store, persist_url, keep or Keep.parse(DEFAULT), stop))
         if run is not None:
             service.add(run)
         discovered = -float("inf")
@@ -247,22 +242,15 @@ def serve(
 class _ServedRun:
     """One served run: its flusher and its run lock."""
 
-    def __init__(
-        self, store: Store, persist_url: str, run: str, keep: Keep, stop: threading.Event, progress: Progress | None
-    ) -> None:
+    def __init__(self, store: Store, persist_url: str, run: str, keep: Keep, stop: threading.Event) -> None:
         self._store, self._run = store, run
         self.run_lock = RunLock(store, run, name=FLUSHER)
         self._memory = MemoryTier(store, run)
-        self._storage = StorageTier(open_volume(persist_url), run)
-        self.flusher = Flusher(
-            self._memory, self._storage, keep, stop=stop, may_write=lambda: self.run_lock.is_ours, progress=progress
-        )
+        self.storage = StorageTier(open_volume(persist_url), run)
+        may_write = lambda: self.run_lock.is_ours  # noqa: E731
+        self.flusher = Flusher(self._memory, self.storage, keep, stop=stop, may_write=may_write)
         self._trainer: list[bytes | None] = []
         self._trainer_seen = time.monotonic()
-
-    def tidy(self) -> None:
-        """Removes what interrupted flushers left."""
-        self._storage.tidy()
 
     def has_ended(self, patience_seconds: float) -> bool:
         """Returns whether the run has ended, or neither trainer nor store has shown life for long."""
@@ -281,22 +269,14 @@ class _ServedRun:
         """Releases the run."""
         self.run_lock.release()
         self._memory.close()
-        self._storage.close()
+        self.storage.close()
 
 
 class _FlushService:
     """The runs that this process serves."""
 
-    def __init__(
-        self, store: Store, persist_url: str, keep: Keep, stop: threading.Event, progress: Progress | None
-    ) -> None:
-        self._store, self._persist_url, self._keep, self._stop, self._progress = (
-            store,
-            persist_url,
-            keep,
-            stop,
-            progress,
-        )
+    def __init__(self, store: Store, persist_url: str, keep: Keep, stop: threading.Event) -> None:
+        self._store, self._persist_url, self._keep, self._stop = store, persist_url, keep, stop
         self.served: dict[str, _ServedRun] = {}
 
     def __enter__(self) -> _FlushService:
@@ -308,7 +288,7 @@ class _FlushService:
 
     def add(self, run: str) -> None:
         """Starts to serve a run; raises CheckpointError if another flusher does."""
-        each = _ServedRun(self._store, self._persist_url, run, self._keep, self._stop, self._progress)
+        each = _ServedRun(self._store, self._persist_url, run, self._keep, self._stop)
         try:
             each.run_lock.acquire()
         except RunInUseError as error:
@@ -319,7 +299,7 @@ class _FlushService:
             raise
         self.served[run] = each
         logger.info("serving %s, keeping %s", run, self._keep)
-        each.tidy()
+        each.storage.tidy()
 
     def discover(self) -> None:
         """Serves new runs of the store; skips runs that others serve, and retries failures at the next call."""

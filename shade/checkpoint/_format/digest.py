@@ -49,12 +49,8 @@ def _no_constant(name: str) -> float:
 
 
 def check_canonical(make: Callable[[], bytes], content: Bytes) -> None:
-    """Raises CorruptCheckpointError unless the parsed record is written as the same bytes again, digest included.
-
-    So a record has no member twice, no spaces, and nothing left out.
-
-    Raises CorruptCheckpointError if the bytes differ.
-    """
+    """Raises CorruptCheckpointError unless the parsed record is written as the same bytes again, digest included: so it
+    has no member twice, no spaces, and nothing left out."""
     try:
         again = make()
     except (ValueError, RecursionError) as error:

@@ -345,12 +345,16 @@ def safetensors_header(manifest: Manifest) -> bytes:
         "rank": str(manifest.rank),
         "world_size": str(manifest.world_size),
     }
-    entries: dict[str, object] = {"__metadata__": metadata}
-    for name, tensor in manifest.tensors.items():
-        offsets = [tensor.start, tensor.stop]
-        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
-    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    body += b" " * (-(_HEADER_LENGTH.size + len(body)) % ALIGNMENT)
+    return header_of(manifest.tensors, metadata, ALIGNMENT)
+
+
+def header_of(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str], alignment: int) -> bytes:
+    """Returns the header of a safetensors file: a multiple of so many bytes."""
+    listed: dict[str, object] = {"__metadata__": metadata}
+    for name, entry in entries.items():
+        listed[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.start, entry.stop]}
+    body = json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()
+    body += b" " * (-(_HEADER_LENGTH.size + len(body)) % alignment)
     return _HEADER_LENGTH.pack(len(body)) + body
 
 

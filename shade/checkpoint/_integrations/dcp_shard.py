@@ -9,8 +9,7 @@ from the first read to the last, or 128 bits collided.
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -18,14 +17,16 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
+from shade.checkpoint._buffer.tensor_copy import Fingerprints
 from shade.checkpoint._capture.flatten import escape, flatten, splits_in, unflatten
 from shade.checkpoint._capture.layout import ShardLayout, TensorSpec, lay_out
 from shade.checkpoint._capture.sharding import is_dtensor
-from shade.checkpoint._codecs.base import standalone_codec
 from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Manifest, TensorEntry
+from shade.checkpoint._format.manifest import ChunkEntry, Manifest
+from shade.checkpoint._save.packing import Packer
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError, TornSnapshotError
+from shade.types import Bytes
 
 _KIND: Final = "dcp"
 _VERSION: Final = 2
@@ -110,20 +111,23 @@ class PackedState:
     def __init__(
         self, draft: Manifest, tensors: Mapping[str, torch.Tensor], buffer: Callable[[int], torch.Tensor]
     ) -> None:
-        self._live = {name: (tensor, tensor._version, tensor.data_ptr()) for name, tensor in tensors.items()}
-        self._memory = _Memory(draft.tensors, tensors)
+        self._fingerprints, self._names = Fingerprints(tensors), list(tensors)
+        self._tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         self._spans = ShardLayout(draft.tensors, draft.num_bytes).chunk_spans()
-        split = sum(stop - start for start, stop in self._spans if not self._memory.is_whole(start, stop))
+        self._pieces = [_pieces(draft, self._tensors, *span) for span in self._spans]
+        split = sum(sum(map(len, pieces)) for pieces in self._pieces if len(pieces) > 1)
         room = buffer(split).numpy().data if split else memoryview(b"")
-        plain = []
-        for start, stop in self._spans:
-            plain.append(self._memory.data(start, stop, room))
-            room = room if self._memory.is_whole(start, stop) else room[stop - start :]
-        self._digests = [digest_of(chunk) for chunk in plain]
-        codec = standalone_codec(draft.codec)
-        self._stored = [codec.encode(chunk, draft.item_bytes) for chunk in plain]
-        chunks = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in self._stored)
-        self.manifest = replace(draft, chunks=chunks)
+        packer = Packer(draft.run, draft.rank, draft.world_size, draft.codec)
+        self._digests, self._stored, entries = list[str](), list[Bytes](), list[ChunkEntry]()
+        for number, pieces in enumerate(self._pieces):
+            chunk = pieces[0]
+            if len(pieces) > 1:
+                chunk, room = _joined(pieces, room)
+            self._digests.append(digest_of(chunk))
+            stored, entry = packer.pack_chunk(chunk, draft.item_bytes, number, self._digests[-1])
+            self._stored.append(stored)
+            entries.append(entry)
+        self.manifest = replace(draft, chunks=tuple(entries))
 
     @property
     def shard(self) -> Shard:
@@ -132,62 +136,36 @@ class PackedState:
 
     def check(self) -> None:
         """Raises TornSnapshotError if the data in memory is not what was hashed; what was stored may be a mixture."""
-        for name, (tensor, version, address) in self._live.items():
-            if (tensor._version, tensor.data_ptr()) != (version, address):
-                raise _torn(name)
-        scratch = memoryview(bytearray(CHUNK_BYTES))
-        for (start, stop), digest in zip(self._spans, self._digests, strict=True):
-            if digest_of(self._memory.data(start, stop, scratch)) != digest:
-                raise _torn(", ".join(name for name, _ in self.manifest.tensors_between(start, stop)))
+        torn = (
+            ", ".join(name for name, _ in self.manifest.tensors_between(*span))
+            for span, pieces, digest in zip(self._spans, self._pieces, self._digests, strict=True)
+            if digest_of(*pieces) != digest
+        )
+        changed = self._fingerprints.first_changed(self._names) or next(torn, None)
+        if changed is not None:
+            raise TornSnapshotError(
+                f"expected {changed!r} not to change while it was saved, got a change; nothing was saved: save between "
+                "two steps, or stage it with async_save"
+            )
 
 
-def _torn(names: str) -> TornSnapshotError:
-    return TornSnapshotError(
-        f"expected {names!r} not to change while it was saved, got a change; nothing was saved: save between two "
-        "steps, or stage it with async_save"
-    )
+def _pieces(manifest: Manifest, tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> list[memoryview]:
+    """Returns bytes of a shard where they lie, in contiguous tensors on the host; neighbours in memory are one piece.
+    A view does not keep its tensor alive."""
+    ranges: list[tuple[int, int]] = []
+    for name, entry in manifest.tensors_between(start, stop):
+        begin = tensors[name].data_ptr() - entry.start + max(start, entry.start)
+        end = begin + min(stop, entry.stop) - max(start, entry.start)
+        if ranges and ranges[-1][1] == begin:
+            begin = ranges.pop()[0]
+        ranges.append((begin, end))
+    return [memoryview((ctypes.c_ubyte * (end - begin)).from_address(begin)).cast("B") for begin, end in ranges]
 
 
-class _Memory:
-    """A shard's bytes in the allocations that hold them; neighbours in memory are one range."""
-
-    def __init__(self, entries: Mapping[str, TensorEntry], tensors: Mapping[str, torch.Tensor]) -> None:
-        self._alive: list[torch.Tensor] = []
-        self._starts: list[int] = []
-        self._runs: list[tuple[int, int]] = []
-        end = -1
-        for name, entry in entries.items():
-            if entry.start == entry.stop:
-                continue
-            tensor = tensors[name].detach()
-            if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                tensor = tensor.cpu().contiguous()
-            self._alive.append(tensor)
-            address = tensor.data_ptr()
-            if address == end:
-                self._runs[-1] = (self._runs[-1][0], entry.stop)
-            else:
-                self._starts.append(entry.start)
-                self._runs.append((address, entry.stop))
-            end = address + entry.stop - entry.start
-
-    def is_whole(self, start: int, stop: int) -> bool:
-        """Returns whether these bytes of the shard are contiguous in memory."""
-        return stop <= self._runs[bisect_right(self._starts, start) - 1][1]
-
-    def _view(self, start: int, stop: int) -> memoryview:
-        number = bisect_right(self._starts, start) - 1
-        address = self._runs[number][0] + start - self._starts[number]
-        array = (ctypes.c_ubyte * (stop - start)).from_address(address)
-        return memoryview(array).cast("B")
-
-    def data(self, start: int, stop: int, room: memoryview) -> memoryview:
-        """Returns a view of bytes if they are contiguous, or copies them into ``room``, which takes as many."""
-        if self.is_whole(start, stop):
-            return self._view(start, stop)
-        first = start
-        while first < stop:
-            last = min(stop, self._runs[bisect_right(self._starts, first) - 1][1])
-            room[first - start : last - start] = self._view(first, last)
-            first = last
-        return room[: stop - start]
+def _joined(pieces: Sequence[memoryview], room: memoryview) -> tuple[memoryview, memoryview]:
+    """Copies pieces into memory, one after the other; returns them, and the rest of it."""
+    end = 0
+    for piece in pieces:
+        room[end : end + len(piece)] = piece
+        end += len(piece)
+    return room[:end], room[end:]

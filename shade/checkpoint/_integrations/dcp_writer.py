@@ -7,12 +7,11 @@ one rank fails, all do. Else the coordinator writes the commit record, and befor
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import util
 from types import TracebackType
@@ -27,24 +26,23 @@ from torch.futures import Future
 from typing_extensions import Self
 
 from shade.checkpoint._buffer.shared_memory_folder import check_run_name
-from shade.checkpoint._capture.flatten import splits_in
 from shade.checkpoint._codecs.base import standalone_codec
-from shade.checkpoint._commit.protocol import check_splits
-from shade.checkpoint._format.manifest import Commit, Manifest
+from shade.checkpoint._commit.protocol import commit, discard, note_health, prepare, record_of, statement
+from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._integrations.dcp_shard import PackedState, capture
 from shade.checkpoint._save.async_writer import CommitResult
 from shade.checkpoint._session.open_tiers import Tiers, open_tiers
 from shade.checkpoint._tiers.tier import Tier
-from shade.errors import CheckpointError, ConfigError, ShadeError
+from shade.errors import CheckpointError, ConfigError
 from shade.rank_group import SingleProcessGroup
 
 POLL_SECONDS: Final = 0.05
-_RECEIPT: Final = "shade/receipt"
-"""Index, in DCP's results, of the outcome of a rank's whole shard."""
+_STATEMENT: Final = MetadataIndex("shade/statement")
+"""Index, in DCP's results, of what a rank says of its whole shard."""
 _STEP: Final = re.compile(r"(?:step-)?(\d{1,18})")
-
-logger = logging.getLogger("shade.checkpoint")
+_ALONE: Final = SingleProcessGroup()
+"""The coordinator: DCP itself carries what ranks say to each other."""
 
 
 def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
@@ -69,17 +67,7 @@ class _Assignment:
     tier: str
     draft: Manifest
     sequence: int
-
-
-@dataclass(frozen=True)
-class _Receipt:
-    """Sent by a rank to the coordinator."""
-
-    sequence: int
-    digest: str
-    num_bytes: int
-    splits: Mapping[str, Sequence[Any]]
-    """How DTensors are split, as this rank sees it, by mesh."""
+    saved_at: float
 
 
 class ShadeWriter(StorageWriter):
@@ -117,9 +105,8 @@ class ShadeWriter(StorageWriter):
         self._address = Address(store, persist_to, run, keep, slots, replicas, parity, codec)
         self.step = step
         self._opened: OpenTiers | None = None
-        self._target: tuple[Tier, str, Manifest] | None = None
+        self._target: tuple[Tier, str] | None = None
         self._planned: Collection[str] = ()
-        self._saved_at = 0.0
 
     # ── what DCP calls, in this order ───────────────────────────────────────────────────────────────────────────────
 
@@ -144,15 +131,13 @@ class ShadeWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Prepares a location on the coordinator, and adds it to each rank's plan."""
         held, step = self._held(), self._step()
-        self._saved_at = time.time()
-        sequence = held.next_sequence()
-        tier, location = self._prepare(held, step, [*map(_estimate, plans)])
+        sequence, saved_at = held.next_sequence(), time.time()
+        self._target = tier, location = _prepare(held, step, [*map(_estimate, plans)])
         blank = Manifest(self._address.run, step, 0, len(plans), self._address.codec, 0, {}, (), None)
-        self._target = tier, location, blank
-        assignments = [
-            _Assignment(location, tier.name, replace(blank, rank=rank), sequence) for rank in range(len(plans))
+        return [
+            replace(plan, storage_data=_Assignment(location, tier.name, replace(blank, rank=rank), sequence, saved_at))
+            for rank, plan in enumerate(plans)
         ]
-        return [replace(plan, storage_data=each) for plan, each in zip(plans, assignments, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Captures, packs and puts this rank's shard; done when it returns."""
@@ -166,36 +151,22 @@ class ShadeWriter(StorageWriter):
         next(tier for tier in held.writable if tier.name == to.tier).put(to.location, packed.shard)
         # Nothing guards the state during the put; a tensor that changed meanwhile fails the save on all ranks.
         packed.check()
-        receipt = _Receipt(
-            to.sequence, packed.manifest.digest, packed.manifest.num_bytes, splits_in(packed.manifest.tree)
-        )
+        said = statement(packed.manifest, sequence=to.sequence, saved_at=to.saved_at)
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(_RECEIPT), packed.manifest.stored_bytes, receipt)])
+        future.set_result([WriteResult(_STATEMENT, packed.manifest.stored_bytes, said)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the record, on the coordinator: now the snapshot exists."""
         held = self._held()
         assert self._target is not None, "DCP finishes on the rank that prepared"
-        (tier, location, blank), self._target = self._target, None
+        (tier, location), self._target = self._target, None
         try:
-            receipts = _receipts(results, held.sequence)
-            record = Commit(
-                run=blank.run,
-                step=blank.step,
-                sequence=held.sequence,
-                world_size=len(receipts),
-                manifests=tuple(receipt.digest for receipt in receipts),
-                num_bytes=sum(receipt.num_bytes for receipt in receipts),
-                saved_at=self._saved_at,
-            )
-            tier.commit(location, record)
-        except ShadeError:
-            try:
-                tier.discard(location)
-            except ShadeError as error:
-                logger.warning("%s: could not tidy %s up: %s", tier.name, location, error)
+            record = record_of(_statements(results, held.sequence))
+        except CheckpointError:
+            discard(tier, _ALONE, location)
             raise
+        commit(tier, _ALONE, location, record)
         held.tiers.after_commit(CommitResult(tier, location))
 
     @classmethod
@@ -243,25 +214,21 @@ class ShadeWriter(StorageWriter):
             raise ConfigError.of("a step", None, "save first")
         return self.step
 
-    def _prepare(self, held: OpenTiers, step: int, shard_bytes: Sequence[int]) -> tuple[Tier, str]:
-        """Prepares a location in the first tier that has scratch; logs when a tier begins and ceases to fail."""
-        reasons = []
-        for tier in held.writable:
-            try:
-                location = tier.prepare(step, shard_bytes)
-            except ShadeError as error:
-                reasons.append(f"{tier.name}: {error}")
-                if tier.name not in held.failing:
-                    held.failing.add(tier.name)
-                    logger.warning(
-                        "%s fails%s: %s", tier.name, "" if tier is held.writable[-1] else "; saves go to storage", error
-                    )
-                continue
-            if tier.name in held.failing:
-                held.failing.discard(tier.name)
-                logger.warning("%s works again", tier.name)
+
+def _prepare(held: OpenTiers, step: int, shard_bytes: Sequence[int]) -> tuple[Tier, str]:
+    """Prepares a location in the first tier that has scratch."""
+    reasons = []
+    for tier in held.writable:
+        is_last = tier is held.writable[-1]
+        try:
+            location = prepare(tier, _ALONE, step, shard_bytes)
+        except CheckpointError as error:
+            note_health(tier, _ALONE, held.failing, error, is_last=is_last)
+            reasons.append(f"{tier.name}: {error}")
+        else:
+            note_health(tier, _ALONE, held.failing, None, is_last=is_last)
             return tier, location
-        raise CheckpointError("; ".join(reasons))
+    raise CheckpointError("; ".join(reasons))
 
 
 def _estimate(plan: SavePlan) -> int:
@@ -270,14 +237,12 @@ def _estimate(plan: SavePlan) -> int:
     return sum(data.properties.dtype.itemsize * data.chunk.sizes.numel() for data in found if data is not None)
 
 
-def _receipts(results: Sequence[Sequence[WriteResult]], sequence: int) -> list[_Receipt]:
-    """Returns every rank's outcome of this save, in order; raises CheckpointError if one is missing, or ranks of a mesh
-    have split DTensors otherwise, so that a part may have been saved by none."""
-    found = [result.storage_data for each in results for result in each if isinstance(result.storage_data, _Receipt)]
-    got = [receipt.sequence for receipt in found]
+def _statements(results: Sequence[Sequence[WriteResult]], sequence: int) -> list[dict[str, Any]]:
+    """Returns what every rank says of this save, in order; raises CheckpointError if one says nothing."""
+    found = [result.storage_data for each in results for result in each if result.index == _STATEMENT]
+    got = [said["sequence"] for said in found]
     if got != [sequence] * len(results):
         raise CheckpointError.of("a shard of this save from every rank", got, "save with one writer on all ranks alike")
-    check_splits([receipt.splits for receipt in found])
     return found
 
 

@@ -10,7 +10,6 @@ path that is written appears complete or not at all.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import io
 import json
@@ -21,7 +20,7 @@ import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import unquote
@@ -39,14 +38,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from shade.checkpoint._capture.flatten import ARRAYS, VIEWED, flatten, unflatten, viewed_in
 from shade.checkpoint._capture.layout import TensorSpec, bytes_of, lay_out
 from shade.checkpoint._capture.sharding import whole
-from shade.checkpoint._format.digest import digest_of
-from shade.checkpoint._format.manifest import CHUNK_BYTES, ChunkEntry, Commit, Manifest
+from shade.checkpoint._commit.protocol import record_of, statement
+from shade.checkpoint._format.manifest import Commit, header_of
 from shade.checkpoint._restore.reader import Reader
+from shade.checkpoint._save.packing import Packer
 from shade.checkpoint._tiers.tier import Shard, Tier
 from shade.errors import ConfigError, CorruptCheckpointError, ShadeError, StorageError
 from shade.installation import install_hint
 from shade.process import remove_leftovers, replacing
-from shade.types import Bytes
 
 
 def import_state(state: dict[str, Any], tier: Tier, run: str, step: int) -> Commit:
@@ -56,17 +55,13 @@ def import_state(state: dict[str, Any], tier: Tier, run: str, step: int) -> Comm
     layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in tensors.items()}, 0, 1)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
     for name, entry in layout.entries.items():
-        content = bytes_of(tensors[name].cpu().contiguous())
-        buffer[entry.start : entry.stop] = content
-    data = buffer.numpy().data
-    chunks: list[Bytes] = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
-    entries = tuple(ChunkEntry(len(chunk), digest_of(chunk)) for chunk in chunks)
-    manifest = Manifest(run, step, 0, 1, "none", len(data), layout.entries, entries, tree)
-    sequence = Reader([tier]).newest_sequence()
-    record = Commit(run, step, sequence + 1, 1, (manifest.digest,), len(data), time.time())
-    location = tier.prepare(step, [manifest.stored_bytes])
+        buffer[entry.start : entry.stop] = bytes_of(tensors[name].cpu().contiguous())
+    packed = Packer(run, 0, 1, "none").pack(step, buffer, layout.num_bytes, layout.entries, tree)
+    sequence = Reader([tier]).newest_sequence() + 1
+    record = record_of([statement(packed.manifest, sequence=sequence, saved_at=time.time())])
+    location = tier.prepare(step, [packed.manifest.stored_bytes])
     try:
-        tier.put(location, Shard(manifest, chunks))
+        tier.put(location, Shard(packed.manifest, packed.chunks))
         tier.commit(location, record)
     except BaseException:
         tier.discard(location)
@@ -168,21 +163,14 @@ def _write(
     specs = {f"{number:09}": TensorSpec.of(tensors[name]) for number, name in enumerate(names)}
     laid_out = lay_out(specs, 0, 1).entries.items()
     entries = {names[int(number)]: entry for number, entry in laid_out}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    for name, entry in entries.items():
-        dtype = native.get(tensors[name].data_ptr(), entry.dtype) if entry.dtype == "U8" else entry.dtype
-        header[name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": [entry.start, entry.stop]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    spelled = {
+        name: replace(entry, dtype=native.get(tensors[name].data_ptr(), "U8")) if entry.dtype == "U8" else entry
+        for name, entry in entries.items()
+    }
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for content in _tensor_bytes(tensors[name] for name in entries):
-            file.write(content)
-
-
-def _tensor_bytes(tensors: Iterable[torch.Tensor]) -> Iterable[memoryview]:
-    for tensor in tensors:
-        yield bytes_of(tensor.cpu().contiguous()).numpy().data
+        file.write(header_of(spelled, metadata, _ALIGNMENT))
+        for name in entries:
+            file.write(bytes_of(tensors[name].cpu().contiguous()).numpy().data)
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -200,7 +188,6 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 STAND_IN: Final = "%deepspeed"
 """Key of a dict that stands for an object of DeepSpeed's, whose fields or whose value are beside it."""
 _OURS: Final = "shade"
-_TREE: Final = "shade.tree"
 _KNOWN: Final[dict[tuple[str, str], Any]] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
@@ -257,13 +244,13 @@ def load_dcp(path: Path) -> Any:
             load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
     except CheckpointException as error:
         raise CorruptCheckpointError(f"DCP cannot read {path}: {_reason(error)}") from error
-    tree = wanted.get(_TREE)
+    tree = wanted.get(TREE)
     if isinstance(tree, str):
         return unflatten(json.loads(tree), _Named(wanted))
     return _nested_dict.unflatten_state_dict(wanted, described.planner_data) if described.planner_data else wanted
 
 
-@contextlib.contextmanager
+@contextmanager
 def _warning_silenced() -> Iterator[None]:
     """Silences DCP's warning about running in one process, which is intended here."""
     with warnings.catch_warnings():

@@ -87,12 +87,7 @@ class _WritePiece:
 
 
 class CostModel:
-    """The cost model of one rank.
-
-    Args:
-        write: Writes so many bytes to the first tier and returns the seconds that it took.
-        clock: Seconds.
-    """
+    """The cost model of one rank; ``write`` writes so many bytes to the first tier and returns the seconds."""
 
     def __init__(self, write: Callable[[int], float], clock: Clock = time.perf_counter) -> None:
         self._probe, self._clock = write, clock

@@ -73,16 +73,8 @@ class Saving(Protocol):
 
 
 class DeadlineStore:
-    """A key-value store in which ranks write for each other, without waiting for each other.
-
-    Args:
-        store: torch.distributed's store, or any other that all ranks share.
-        rank: This rank.
-        world_size: Ranks.
-
-    Raises:
-        RuntimeError: By any method: the store is gone, with the process that held it.
-    """
+    """A key-value store in which ranks write for each other, without waiting for each other. Any method raises
+    RuntimeError where the store is gone, with the process that held it."""
 
     def __init__(self, store: c10d.Store, rank: int, world_size: int) -> None:
         self._store, self.rank, self._world_size = store, rank, world_size
@@ -98,10 +90,6 @@ class DeadlineStore:
     def read(self, name: str) -> Any:
         """Returns the value of a name; None if it was not written."""
         return json.loads(self._store.get(name)) if self._store.check([name]) else None
-
-    def write_own(self, content: Any) -> None:
-        """Writes this rank's value."""
-        self.write(f"rank-{self.rank}", content)
 
     def write_process(self) -> None:
         """Writes which process this rank is, so that others see when it is gone."""
@@ -133,10 +121,8 @@ _num_stores = 0
 
 
 def open_deadline_store(rank: int, world_size: int) -> DeadlineStore:
-    """Opens the deadline store of a run. Collective: the n-th store of each rank is the same one.
-
-    With one rank, it is a store within this process.
-    """
+    """Opens the deadline store of a run. Collective: the n-th store of each rank is the same one; of one rank alone, a
+    store within this process."""
     global _num_stores
     _num_stores += 1
     if world_size == 1:
@@ -232,7 +218,7 @@ class Deadline:
             # From now on the training pauses at the end of each step until the target is known, so it cannot pass this
             # step.
             step = self._saving.step_count + (not self._pausing)
-        self._store.write_own(step)
+        self._store.write(f"rank-{self._store.rank}", step)
 
     def _notice_here(self) -> PreemptionNotice | None:
         return next(filter(None, (source.look() for source in self._sources)), None)

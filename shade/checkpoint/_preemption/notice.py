@@ -77,8 +77,7 @@ class NoticeSource(ABC):
     def look(self) -> PreemptionNotice | None:
         """Returns the notice, if there is one by now. Called a few times a second; must not block."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a file needs nothing
         """Ends the watching. Safe to call twice."""
 
 
@@ -219,10 +218,6 @@ class FileNotice(NoticeSource):
         with contextlib.suppress(ValueError):
             seconds = seconds_in(text, self._grace_seconds)
         return None if seconds is None else PreemptionNotice(str(self._path), time.monotonic() + seconds)
-
-    @override
-    def close(self) -> None:
-        pass
 
 
 class HttpNotice(NoticeSource):

@@ -13,10 +13,10 @@ import json
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from shade.checkpoint._save.async_writer import CommitResult, SaveHandle
@@ -132,26 +132,10 @@ class _Held:
     """When its state was taken, by the clock."""
 
 
-@dataclass
-class _Recent:
-    """Seconds from the beginning of the last few saves; the next save is expected to take as long as the slowest."""
-
-    copied: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    committed: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    durable: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-
-
 class LossTracker:
-    """Follows the saves of one rank.
-
-    Args:
-        rank: This rank.
-        world_size: Ranks; each of them reads all shards when it restores.
-        num_buffers: Snapshots that shared memory has room for; a single buffer holds none while it is copied into.
-        step: Returns the optimizer steps done.
-        is_durable: Whether a save committed in the cluster's memory is in storage; None if there is no storage.
-        clock: Monotonic seconds.
-    """
+    """Follows the saves of one rank. Shared memory has room for ``num_buffers`` snapshots; a single buffer holds none
+    while it is copied into. ``is_durable`` says whether a save committed in the cluster's memory is in storage; None if
+    there is no storage."""
 
     def __init__(
         self,
@@ -170,7 +154,8 @@ class LossTracker:
         self._in_flight: deque[SaveHandle] = deque()
         self._dirty: deque[tuple[SaveHandle, CommitResult]] = deque(maxlen=_MOST_DIRTY)
         """Saves committed in the cluster's memory and not known to be durable, oldest first."""
-        self._recent = _Recent()
+        self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
+        """Seconds of the last saves until they were copied, committed, durable; the next may take as long as any."""
         self._num_bytes = 0
         self._restored: dict[str, float] = {}
         """Bytes per second of the last restore, by tier."""
@@ -206,7 +191,7 @@ class LossTracker:
     def _copied(self, handle: SaveHandle, done: Future[None]) -> None:
         if done.exception() is None:
             with self._lock:
-                self._recent.copied.append(self._clock() - handle.begun)
+                self._recent["copied"].append(self._clock() - handle.begun)
 
     def _committed(self, handle: SaveHandle, done: Future[CommitResult]) -> None:
         """Logs a committed save, in a thread of the writer."""
@@ -235,9 +220,9 @@ class LossTracker:
             result = handle.committed.result()
             self._held[result.tier.name] = _Held(handle.step, handle.begun)
             if result.tier.name != SHARED:
-                self._recent.committed.append(handle.commit_seconds)
+                self._recent["committed"].append(handle.commit_seconds)
             if result.tier.name == STORAGE:
-                self._recent.durable.append(handle.commit_seconds)
+                self._recent["durable"].append(handle.commit_seconds)
             elif result.tier.name == CLUSTER and self._is_durable is not None:
                 self._dirty.append((handle, result))
 
@@ -271,7 +256,7 @@ class LossTracker:
                 with self._lock:
                     if (handle, result) in self._dirty:
                         if self._rank == 0:  # other ranks ask only when read, which measures nothing
-                            self._recent.durable.append(self._clock() - handle.begun)
+                            self._recent["durable"].append(self._clock() - handle.begun)
                         self._held[STORAGE] = _Held(handle.step, handle.begun)
                         while self._dirty and self._dirty[0][0].begun <= handle.begun:
                             self._dirty.popleft()
@@ -319,6 +304,7 @@ class LossTracker:
 
     def _recovery(self, tier: str, forecast: RecoveryForecast) -> float | None:
         """Returns how long a restore takes: at the rate of the last restore, or as long as the save took."""
+        # Each rank reads all shards.
         num_bytes = self._num_bytes * self._world_size
         if tier in self._restored and num_bytes:
             return num_bytes / self._restored[tier]
@@ -329,13 +315,9 @@ class LossTracker:
         """Returns how long a save begun now would take."""
         with self._lock:
             self._settle()
-            copied, committed, durable = self._recent.copied, self._recent.committed, self._recent.durable
-            waiting = 0.0
-            if self._in_flight and committed:
-                waiting = max(0.0, max(committed) - (self._clock() - self._in_flight[-1].begun))
-            return RecoveryForecast(
-                waiting,
-                max(copied) if copied else self._num_bytes / FIRST_COPY_BYTES_PER_SECOND,
-                max(committed) if committed else None,
-                max(durable) if durable else None,
-            )
+            slowest = {level: max(seconds) for level, seconds in self._recent.items()}
+            committed, waiting = slowest.get("committed"), 0.0
+            if self._in_flight and committed is not None:
+                waiting = max(0.0, committed - (self._clock() - self._in_flight[-1].begun))
+            copied = slowest.get("copied", self._num_bytes / FIRST_COPY_BYTES_PER_SECOND)
+            return RecoveryForecast(waiting, copied, committed, slowest.get("durable"))

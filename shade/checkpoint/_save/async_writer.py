@@ -21,13 +21,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
 from shade.checkpoint._buffer.stream_hash import StreamHash
-from shade.checkpoint._commit.protocol import agree, announce, commit, discard, prepare, put, store
+from shade.checkpoint._commit.protocol import (
+    agree,
+    announce,
+    commit,
+    discard,
+    note_health,
+    prepare,
+    put,
+    store,
+)
 from shade.checkpoint._format.manifest import ChunkEntry, Commit, Manifest, TensorEntry
 from shade.checkpoint._pacing.batching import Batching
 from shade.checkpoint._pacing.schedule import Pace
@@ -37,6 +46,8 @@ from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError, ShadeError
 from shade.rank_group import RankGroup
 from shade.types import Bytes
+
+T = TypeVar("T")
 
 logger = logging.getLogger("shade.checkpoint")
 
@@ -211,13 +222,7 @@ class AsyncWriter:
         # alone.
         if self._packer.builds and len(set(group.gather(self._packer.base))) > 1:
             self._packer.forget()
-        packed, error = None, None
-        try:
-            request.handle.copied.result()
-            self._check_may_save()
-            packed = self._pack(request) if upload is None else upload.packed()
-        except Exception as failure:  # noqa: BLE001 - whatever it is, the other ranks wait for this one's message
-            error = _message(failure)
+        packed, error = _or_message(lambda: self._pack(request, upload))
         try:
             record, shard_bytes = self._agree(request, group, packed, error)
         except CheckpointError:
@@ -231,12 +236,10 @@ class AsyncWriter:
             result = self._build_on_base(request, group, record, shard_bytes, packed)
             if result is not None:
                 return result
-            error = None
-            try:
-                packed = self._packer.alone(packed, request.buffer)
-            except Exception as failure:  # noqa: BLE001 - as above
-                error = _message(failure)
+            built = packed
+            packed, error = _or_message(lambda: self._packer.alone(built, request.buffer))
             record, shard_bytes = self._agree(request, group, packed, error)
+            assert packed is not None, "as above"
         refusal = self._keep_in_shared_memory(request, group, record, packed.manifest)
         reasons = []
         for tier in self._tiers:
@@ -261,17 +264,16 @@ class AsyncWriter:
     def _agree(
         self, request: SaveRequest, group: RankGroup, packed: PackedShard | None, error: str | None
     ) -> tuple[Commit, list[int]]:
-        is_packed = packed is not None and not error
         record, shard_bytes, request.handle.pace = agree(
             group,
-            packed.manifest if packed is not None and is_packed else None,
+            None if packed is None else packed.manifest,
             error,
             sequence=request.sequence,
             saved_at=request.saved_at,
             metrics=request.metrics,
             replica=request.replica,
             pace=request.pace,
-            base=packed.base if packed is not None and is_packed else None,
+            base=None if packed is None else packed.base,
         )
         return record, shard_bytes
 
@@ -307,7 +309,11 @@ class AsyncWriter:
         self._base_tier = tier
         return CommitResult(tier, location, record.sequence)
 
-    def _pack(self, request: SaveRequest) -> PackedShard:
+    def _pack(self, request: SaveRequest, upload: StreamUpload | None) -> PackedShard:
+        request.handle.copied.result()
+        self._check_may_save()
+        if upload is not None:
+            return upload.packed()
         with self._packing:
             return self._packer.pack(
                 request.handle.step, request.buffer, request.num_bytes, request.entries, request.tree
@@ -315,12 +321,7 @@ class AsyncWriter:
 
     def _upload(self, request: SaveRequest, group: RankGroup) -> StreamUpload:
         """Uploads the chunks into the first tier as they are copied; no reader finds them there yet."""
-        upload, error = None, None
-        try:
-            self._check_may_save()
-            upload = self._new_upload(request)
-        except Exception as failure:  # noqa: BLE001 - as above
-            error = _message(failure)
+        upload, error = _or_message(lambda: self._new_upload(request))
         shard_bytes = announce(group, None if upload is None else upload.manifest, error)
         assert upload is not None, "announce() raises where a rank has none"
         if self._tiers:
@@ -336,6 +337,7 @@ class AsyncWriter:
         return upload
 
     def _new_upload(self, request: SaveRequest) -> StreamUpload:
+        self._check_may_save()
         assert request.stream_hash is not None
         data = memoryview(request.buffer.numpy().data)[: request.num_bytes]
         draft = self._packer.draft(request.handle.step, request.num_bytes, request.entries, request.tree)
@@ -370,17 +372,13 @@ class AsyncWriter:
         return None
 
     def _note_health(self, tier: Tier, group: RankGroup, failure: str | None) -> None:
-        """Logs on rank 0 when a tier begins to fail, and when it works again."""
         with self._one_at_a_time:
-            is_news = (failure is not None) != (tier.name in self._failing)
-            (self._failing.discard if failure is None else self._failing.add)(tier.name)
-        if is_news and group.rank == 0:
-            if failure is None:
-                logger.warning("%s works again", tier.name)
-            else:
-                is_last = tier is self._tiers[-1]
-                logger.warning("%s fails%s: %s", tier.name, "" if is_last else "; saves go to storage", failure)
+            note_health(tier, group, self._failing, failure, is_last=tier is self._tiers[-1])
 
 
-def _message(failure: Exception) -> str:
-    return " ".join(str(failure).split()) or type(failure).__name__
+def _or_message(action: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Returns the result, or the message of an error, whatever it is: the other ranks wait for this one's."""
+    try:
+        return action(), None
+    except Exception as failure:  # noqa: BLE001
+        return None, " ".join(str(failure).split()) or type(failure).__name__

@@ -79,21 +79,9 @@ class _Chunks:
 
 
 class Packer:
-    """Packs one rank's shards, one after the other.
-
-    Args:
-        run: The run id.
-        rank: This rank.
-        world_size: Ranks.
-        codec: Name of the codec of the chunks.
-        keyframe_every: Saves from one keyframe to the next, for a codec that stores differences.
-        max_error: Greatest relative error of a tensor's part in a chunk, for a lossy codec; None: the codec's limit.
-        compress: ``always``, or ``if-faster``: if a cost model says so.
-        time_write: For that model: writes so many bytes to the first tier and returns the seconds that it took.
-
-    Raises:
-        ConfigError: An argument is out of range.
-    """
+    """Packs one rank's shards, one after the other. The options are those of `Checkpointer`; for ``if-faster``,
+    ``time_write`` writes so many bytes to the first tier and returns the seconds that it took. Raises ConfigError if
+    one is out of range."""
 
     def __init__(
         self,

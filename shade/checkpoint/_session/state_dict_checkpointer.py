@@ -33,11 +33,7 @@ _THREADS: Final = 4
 
 
 class StateDictState(AppState):
-    """The state dict passed last, and this process's random generators.
-
-    Args:
-        group: The ranks; used in `capture`.
-    """
+    """The state dict passed last, and this process's random generators."""
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(replicated=True)
@@ -108,13 +104,8 @@ class StateDictState(AppState):
             self.read(tree, tensors, with_generators="random" in names)
 
     def read(self, tree: Any, tensors: Mapping[str, torch.Tensor], *, with_generators: bool) -> None:
-        """Keeps a state that was read, until it is taken.
-
-        Args:
-            tree: Tree of any snapshot; attached objects come as a dict by their names.
-            tensors: All tensors that the tree names.
-            with_generators: Whether its random generators are this rank's.
-        """
+        """Keeps a state that was read, until it is taken; attached objects come as a dict by their names.
+        ``with_generators`` says whether its random generators are this rank's."""
         found = unflatten(tree, tensors)
         generators = found.pop("random", None)
         self._generators = generators if with_generators else None
@@ -157,12 +148,7 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StateDictCheckpointer(Checkpointer):
-    """A `Checkpointer` of state dicts; it has no attached objects and no schedule.
-
-    Args:
-        store: As for `Checkpointer`.
-        **options: As for `Checkpointer`.
-    """
+    """A `Checkpointer` of state dicts; it has no attached objects and no schedule."""
 
     def __init__(self, store: str | None = None, **options: Any) -> None:
         self.state_dict_state: StateDictState
@@ -176,15 +162,8 @@ class StateDictCheckpointer(Checkpointer):
         return self.state_dict_state
 
     def save_state(self, state: dict[str, Any], step: int) -> None:
-        """Saves a state dict. Call it on every rank; it waits until the save before is committed.
-
-        Args:
-            state: The state dict.
-            step: The step to save it under.
-
-        Raises:
-            ConfigError: A part of the state cannot be saved.
-        """
+        """Saves a state dict as that of a step. Call it on every rank; it waits until the save before is committed.
+        Raises ConfigError if a part of the state cannot be saved."""
         self.step_count = step
         self.state_dict_state.state = state
         try:

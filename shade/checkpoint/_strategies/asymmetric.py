@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from shade.checkpoint._buffer.tensor_copy import Copying
 from shade.checkpoint._strategies.base import STRATEGIES, StrategyConfig
-from shade.checkpoint._strategies.deepfreeze import Pooled
+from shade.checkpoint._strategies.overlap import ThreadedCopy
 from shade.checkpoint._strategies.windows import Windows, partition
 
 _LEAST_BYTES: Final = 2**20
@@ -38,7 +38,7 @@ _PASSES: Final = 2
 
 
 @STRATEGIES.register("asymmetric")
-class Asymmetric(Pooled):
+class Asymmetric(ThreadedCopy):
     """A strategy whose copying threads follow the windows of the training."""
 
     config = StrategyConfig(streams=True, batches=True)

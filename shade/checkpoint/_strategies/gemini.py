@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from shade.checkpoint._strategies.base import STRATEGIES, StrategyConfig
 from shade.checkpoint._strategies.overlap import PROFILED_STEPS, ThreadedCopy
-from shade.checkpoint._strategies.windows import ModuleHook, first_tensor
+from shade.checkpoint._strategies.windows import ModuleHook, at_gradient
 
 _PATIENT_STEPS: Final = 2.0
 _MEASURED: Final = 32
@@ -54,16 +54,9 @@ class Gaps:
         """Adds hooks: a forward pass and an optimizer's step begin a gap, the gradient of a module's output ends it."""
         for module in modules:
             self._hooks.append(module.register_forward_pre_hook(ModuleHook(lambda *_: self._begin())))
-            self._hooks.append(module.register_forward_hook(ModuleHook(lambda *last: self._watch(last[-1]))))
+            self._hooks.append(module.register_forward_hook(ModuleHook(lambda *last: at_gradient(last[-1], self._end))))
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._begin()))
-
-    def _watch(self, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        tensor = first_tensor(output)
-        if tensor is not None and tensor.requires_grad:
-            tensor.register_hook(lambda _: self._end())  # type: ignore[no-untyped-call]
 
     def _begin(self) -> None:
         now = time.monotonic()

@@ -8,11 +8,9 @@ of `overlap`. The idea is DataStates-LLM's (Maurya et al., HPDC 2024) and ACUTE'
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -34,47 +32,45 @@ _PAUSE_SECONDS: Final = 1.0
 
 
 class ThreadedCopy(Strategy):
-    """A strategy with one copying thread."""
+    """A strategy that copies in the threads of a pool: one, which copies all, unless a class divides the work."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Copying, Future[None]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
+        self._copied: list[Future[None]] = []
+        """The parts of the save begun last; the check follows them."""
+
+    def _num_threads(self) -> int:
+        """Returns the size of the pool, which the first save creates."""
+        return 1
+
+    def _parts(self, copying: Copying) -> Sequence[Callable[[], None]]:
+        """Returns the threads' work in order; the check copies what they leave. The unsteady tensors are copied."""
+        del copying
+        return ()
+
+    def _secure(self, copying: Copying) -> bool:
+        """Prepares the threads' work; returns whether the state may change already."""
+        del copying
+        return False
 
     @override
     def begin(self, copying: Copying) -> Future[None]:
-        running: Future[None] = Future()
-        self._running = running
         try:
             # What may change at any time (batch-norm statistics, generators, a sampler's cursor) is small, and cannot
             # wait.
             copying.settle(name for name in copying.names if name not in copying.steady)
-            if self._secure(copying):
-                self._running = None
+            may_change = self._secure(copying)
         except TornSnapshotError as error:
-            running.set_exception(error)
-            return running
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="shade-copy", daemon=True)
-            self._thread.start()
-        self._work.put((copying, running))
+            failed = self._running = Future[None]()
+            failed.set_exception(error)
+            return failed
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._num_threads(), thread_name_prefix="shade-copy")
+        self._copied = [self._pool.submit(part) for part in self._parts(copying)]
+        running = self._pool.submit(_finish, copying, self._copied)
+        self._running = None if may_change else running
         return running
-
-    def _secure(self, copying: Copying) -> bool:
-        """Prepares the thread's work; returns whether the state may change already."""
-        del copying
-        return False
-
-    def _serve(self) -> None:
-        while (order := self._work.get()) is not None:
-            copying, done = order
-            try:
-                copying.finish()
-                done.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - `wait` raises it
-                done.set_exception(error)
-            # Frees the copy on the device, which these would keep until the next save.
-            del order, copying, done
 
     @override
     def wait(self) -> None:
@@ -84,10 +80,16 @@ class ThreadedCopy(Strategy):
 
     @override
     def close(self) -> None:
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread.join()
-            self._thread = None
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def _finish(copying: Copying, copied: Sequence[Future[None]]) -> None:
+    """Checks the copied parts. It is submitted last, so it never waits for a part that is still queued behind it."""
+    for each in copied:
+        each.result()
+    copying.finish()
 
 
 @STRATEGIES.register("overlap")

@@ -72,8 +72,9 @@ class Windows:
                 # Modules without children do nearly all the work.
                 if not any(True for _ in inner.children()) and id(inner) not in self._hooked:
                     self._hooked.add(id(inner))
+                    at_end = ModuleHook(lambda *passed: at_gradient(passed[-1], self._backward))
                     self._hooks.append(inner.register_forward_pre_hook(ModuleHook(lambda *_: self._forward())))
-                    self._hooks.append(inner.register_forward_hook(ModuleHook(lambda *last: self._watch(last[-1]))))
+                    self._hooks.append(inner.register_forward_hook(at_end))
             self._is_on_device |= any(parameter.is_cuda for parameter in module.parameters())
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.end()))
@@ -124,13 +125,6 @@ class Windows:
         if self._first_backward is None and torch.is_grad_enabled():  # neither evaluation nor recomputation
             self._arrive()
 
-    def _watch(self, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        tensor = first_tensor(output)
-        if tensor is not None and tensor.requires_grad:
-            tensor.register_hook(lambda _: self._backward())  # type: ignore[no-untyped-call]
-
     def _backward(self) -> None:
         if self._first_backward is None:
             self._first_backward = len(self._marks)
@@ -176,12 +170,21 @@ def _between(begin: _Mark, end: _Mark) -> float:
     return float(begin.elapsed_time(end)) / 1000
 
 
-def first_tensor(output: Any) -> torch.Tensor | None:
+def at_gradient(output: Any, action: Callable[[], None]) -> None:
+    """Calls an action when the gradient of a module's output arrives, if it has one."""
+    if torch.compiler.is_compiling():
+        return
+    tensor = _first_tensor(output)
+    if tensor is not None and tensor.requires_grad:
+        tensor.register_hook(lambda _: action())  # type: ignore[no-untyped-call]
+
+
+def _first_tensor(output: Any) -> torch.Tensor | None:
     """Returns the first tensor in a module's output; None if it has none."""
     if isinstance(output, torch.Tensor):
         return output
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    return next((found for value in values if (found := first_tensor(value)) is not None), None)
+    return next((found for value in values if (found := _first_tensor(value)) is not None), None)
 
 
 def partition(num_bytes: int, window_seconds: Sequence[float]) -> list[int]:

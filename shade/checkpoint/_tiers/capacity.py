@@ -57,10 +57,8 @@ def _left_bytes(node: NodeStats) -> int:
 def check_capacity(
     store: Store, layout: SlotLayout, shard_bytes: Sequence[int], reused: Sequence[Slot], rank_bytes: int
 ) -> None:
-    """Raises StoreFullError if the fullest server has less left than its share of a snapshot.
-
-    Raises StoreFullError if the snapshot does not fit, or StoreUnavailableError if a server does not answer.
-    """
+    """Raises StoreFullError if the fullest server has less left than its share of a snapshot, or StoreUnavailableError
+    if a server does not answer."""
     primaries = [node for node in store.stats().nodes if node.role == "primary"]
     num_servers = len(layout.tags)
     if len(primaries) < num_servers:

@@ -18,9 +18,10 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import quote
 
 from shade.errors import RunInUseError, StorageError, StoreError
@@ -77,75 +78,47 @@ class LockRecord:
             return None
 
 
-class _LockBackend(Protocol):
-    """Reads and writes the lock record in one location."""
+@dataclass(frozen=True)
+class _LockBackend:
+    """Where a lock record lies."""
 
-    def read(self) -> bytes | None: ...
+    read: Callable[[], bytes | None]
+    write: Callable[[bytes], object]
+    remove: Callable[[], object]
 
-    def write(self, content: bytes) -> None: ...
-
-    def remove(self) -> None: ...
-
-
-class _StoreBackend:
-    """Keeps the record under a few keys of a store, so that it outlives a server."""
-
-    def __init__(self, store: Store, run: str, name: str) -> None:
-        self._store, self._keys = store, spread_keys(quote(run, safe=""), name)
-
-    def read(self) -> bytes | None:
-        return next((found for found in self._store.get_many(self._keys) if found is not None), None)
-
-    def write(self, content: bytes) -> None:
-        self._store.set_many(dict.fromkeys(self._keys, content))
-
-    def remove(self) -> None:
-        self._store.delete_many(self._keys)
-
-
-class _VolumeBackend:
-    """Keeps the record in a small file beside the run's snapshots."""
-
-    def __init__(self, volume: Volume, run: str, name: str) -> None:
-        self._volume, self._name = volume, f"{run}/{name}.json"
-
-    def read(self) -> bytes | None:
-        return None if self._volume.size_bytes(self._name) is None else self._volume.read(self._name)
-
-    def write(self, content: bytes) -> None:
-        self._volume.write(self._name, [content])
-
-    def remove(self) -> None:
-        self._volume.delete_many([self._name])
-
-
-def _backend_of(backend: Store | Volume, run: str, name: str) -> _LockBackend:
-    return _StoreBackend(backend, run, name) if isinstance(backend, Store) else _VolumeBackend(backend, run, name)
+    @classmethod
+    def of(cls, backend: Store | Volume, run: str, name: str) -> _LockBackend:
+        """Returns a few keys of a store, so that it outlives a server, or a small file beside the run's snapshots."""
+        if isinstance(backend, Store):
+            keys = spread_keys(quote(run, safe=""), name)
+            return cls(
+                lambda: next((found for found in backend.get_many(keys) if found is not None), None),
+                lambda content: backend.set_many(dict.fromkeys(keys, content)),
+                lambda: backend.delete_many(keys),
+            )
+        file = f"{run}/{name}.json"
+        return cls(
+            lambda: None if backend.size_bytes(file) is None else backend.read(file),
+            lambda content: backend.write(file, [content]),
+            lambda: backend.delete_many([file]),
+        )
 
 
 def is_held(backend: Store | Volume, run: str, name: str = TRAINER) -> bool:
-    """Returns whether a live process holds a lock; takes one heartbeat as a rule, and three at most.
-
-    Raises StoreError if the store does not answer, or StorageError if the storage does not answer.
-    """
-    return _live_owner(_backend_of(backend, run, name)) is not None
+    """Returns whether a live process holds a lock; takes one heartbeat as a rule, and three at most. Raises StoreError
+    or StorageError if store or storage does not answer."""
+    return _live_owner(_LockBackend.of(backend, run, name)) is not None
 
 
 class RunLock:
-    """Holds the right to save under a run id, from ``with`` or `acquire` until `release`; may be acquired again.
-
-    Args:
-        backend: A store or volume, the same for every process that could save under this id.
-        run: The run id.
-        name: Name of the lock.
-        heartbeat_seconds: Time between two heartbeats; by default 1 in a store, 5 in storage.
-    """
+    """Holds the right to save under a run id, from ``with`` or `acquire` until `release`; may be acquired again. The
+    store or volume is the same for every process that could save under this id."""
 
     def __init__(
         self, backend: Store | Volume, run: str, *, name: str = TRAINER, heartbeat_seconds: float | None = None
     ) -> None:
         self._run = run
-        self._backend = _backend_of(backend, run, name)
+        self._backend = _LockBackend.of(backend, run, name)
         default = _STORE_HEARTBEAT_SECONDS if isinstance(backend, Store) else _STORAGE_HEARTBEAT_SECONDS
         self._heartbeat_seconds = heartbeat_seconds or default
         self._owner = secrets.token_hex(16)
@@ -154,13 +127,8 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Takes the lock if no live process holds it; waits three heartbeats at most to find out.
-
-        Raises:
-            RunInUseError: A live process holds it.
-            StoreError: The store does not answer.
-            StorageError: The storage does not answer.
-        """
+        """Takes the lock if no live process holds it; waits three heartbeats at most to find out. Raises RunInUseError
+        if one does, and StoreError or StorageError if store or storage does not answer."""
         live = _live_owner(self._backend)
         if live is not None:
             raise self._in_use(live)
@@ -181,10 +149,8 @@ class RunLock:
         return self._replaced_by is None
 
     def check(self) -> None:
-        """Verifies that the lock is still ours; called before each save. A store that does not answer is ignored.
-
-        Raises RunInUseError if another process holds it now.
-        """
+        """Raises RunInUseError if another process holds the lock now; called before each save. A store that does not
+        answer is ignored."""
         if self._replaced_by is None:
             try:
                 self._check_owner()

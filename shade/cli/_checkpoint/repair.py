@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from shade.cli._checkpoint.common import Locations, Verb, add_locations, opened
 from shade.cli.tables import table
 from shade.errors import CorruptCheckpointError, StorageError, StoreError
+from shade.terminal import bytes_bar
 
 if TYPE_CHECKING:
     from shade.checkpoint._restore.reader import Damage, Snapshot
@@ -67,20 +68,17 @@ class _Finding:
 
 def _examine(locations: Locations, snapshot: Snapshot) -> _Finding:
     """Reads everything; ignores damage in locations that another snapshot has taken meanwhile."""
-    from shade.checkpoint._flush.progress import ProgressBar
     from shade.checkpoint._restore.reader import check_decodable
 
-    record, bar = snapshot.record, ProgressBar()
+    record = snapshot.record
     finding = _Finding(record.step)
     copies = sum(source.tier.num_copies for source in snapshot.sources)
-    bar.begin(f"step {record.step}", record.num_bytes * copies)
-    try:
-        finding.damages = locations.reader.examine(snapshot, bar.advance)
-        check_decodable(locations.reader, snapshot)
-    except CorruptCheckpointError as error:
-        finding.lost = str(error)
-    finally:
-        bar.end()
+    with bytes_bar(f"step {record.step}", record.num_bytes * copies) as bar:
+        try:
+            finding.damages = locations.reader.examine(snapshot, lambda num_bytes: bar.update(num_bytes))
+            check_decodable(locations.reader, snapshot)
+        except CorruptCheckpointError as error:
+            finding.lost = str(error)
     if finding.is_sound:
         return finding
     there = {

@@ -5,7 +5,7 @@ version that the server reports (ETag, else time and size), so a data set that c
 
 A server that is busy (429, 503 …) or silent is asked again, for `PATIENCE_SECONDS`: no sample takes the place of one
 that is only late. Other errors are retried twice; a missing or forbidden file is not. An object in S3 is read through a
-URL that s3fs signs (decision 0054).
+URL that s3fs signs (decision 0054). A training process leaves all that to a process of its own (decision 0060).
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ import asyncio
 import errno
 import itertools
 import logging
+import os
+import pickle
 import random
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,8 +33,10 @@ import fsspec
 from fsspec.asyn import sync
 from typing_extensions import override
 
+from shade.data._origin.bucket_client import BucketClient
 from shade.data._origin.origin import ByteRange, FileOrRange, Origin
 from shade.data._origin.read_pool import MOST
+from shade.data._origin.reader_process import ReaderLostError, ReaderProcess, UnansweredError
 from shade.errors import ConfigError, DataError, shown_url, without_login
 from shade.installation import install_hint
 from shade.process import keep_fsspec_from_forks
@@ -38,6 +44,8 @@ from shade.process import keep_fsspec_from_forks
 logger = logging.getLogger("shade.data")
 
 T = TypeVar("T")
+ALONE = 64
+"""Files that a process reads by itself before it starts another one for that: a look at a few costs no process."""
 PATIENCE_SECONDS = 120.0
 """How long a server that is busy or silent is asked again for one file."""
 PAUSES_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -55,6 +63,8 @@ _ASKERS = 32
 _CHECKSUMS = ("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum")
 _VERSIONS = (*_CHECKSUMS, "Last-Modified", "LastModified", "last_modified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, TypeError)
+_APART = ("s3fs", "gcsfs", "adlfs", "huggingface_hub", "fsspec.implementations.http")
+"""Libraries whose file systems another process has, too; one that a script registers, or one in memory, it has not."""
 _SIGNING = "s3fs"
 """The library that signs; another file system may be registered for ``s3://``, with options of its own."""
 _SIGNED_SECONDS = 3600
@@ -93,22 +103,26 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
         raise ConfigError.of("a URL that fsspec understands", shown_url(url), cure) from error
 
 
-class UrlOrigin(Origin):
-    """Reads files behind URLs of one scheme.
+class UrlReads(Origin):
+    """Reads files behind URLs of one scheme, in threads of this process.
 
     Args:
         options: For fsspec.
         num_threads: Upper limit of concurrent reads, ≥ 1.
+        never_forks: Whether it may use a client that a fork breaks.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None, num_threads: int = MOST) -> None:
-        self.options = dict(options or {})
+    def __init__(
+        self, options: Mapping[str, Any] | None = None, num_threads: int = MOST, *, never_forks: bool = False
+    ) -> None:
+        self.options, self._never_forks = dict(options or {}), never_forks
         super().__init__(num_threads)
 
     @override
     def _forget(self) -> None:
         super()._forget()
         self._file_system: Any = None
+        self._bucket: BucketClient | None = None
         self._web: Any = None
         """Reads signed URLs, as long as that works."""
         self._has_signed = False
@@ -117,16 +131,7 @@ class UrlOrigin(Origin):
         self._mean_seconds = 1.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"options": self.options, "num_threads": self.num_threads}
-
-    @override
-    def read_many(self, paths: Sequence[FileOrRange], sizes: Sequence[int] | None = None) -> list[bytes | OSError]:
-        """Reads as `Origin.read_many` does; raises DataError if the server stays busy or silent."""
-        results = super().read_many(paths, sizes)
-        for late in (result for result in results if isinstance(result, UnansweredError)):
-            cure = "wait until it is well, and resume from the last checkpoint; no other sample takes its place"
-            raise DataError(f"{late}; {cure}") from late
-        return results
+        return {"options": self.options, "num_threads": self.num_threads}  # not what only a reader's process may do
 
     @override
     def _content(self, path: FileOrRange) -> bytes:
@@ -146,7 +151,16 @@ class UrlOrigin(Origin):
         return content
 
     def _once(self, url: str, start: int | None, stop: int | None) -> bytes:
-        file_system, web = self._opened(url), self._web
+        file_system = self._opened(url)
+        if self._bucket is not None:
+            try:
+                return self._bucket.read(url, start, stop)
+            except BaseException as error:
+                # Its panics are no Exception. A busy server is not asked twice; all else is said by the ways below.
+                if " status code: 503" in str(error) or " status code: 429" in str(error):
+                    raise OSError(errno.EBUSY, "SlowDown", shown_url(url)) from error
+                logger.debug("%s could not be read by obstore: %s", shown_url(url), type(error).__name__)
+        web = self._web
         # s3fs's own way to an object takes 2 ms of processor time instead of 0.7. It is left for what cannot be read
         # through a signed URL, because it also says what is wrong.
         if web is not None:
@@ -173,11 +187,69 @@ class UrlOrigin(Origin):
                     signature = {"config_kwargs": _SIGNATURE | self.options.get("config_kwargs", {})}
                     self._file_system = open_file_system(url, self.options | signature)
                     self._web = fsspec.filesystem("http", encoded=True, client_kwargs=_AS_BOTOCORE)
+                    self._bucket = BucketClient.of(self._file_system) if self._never_forks else None
             return self._file_system
 
 
-class UnansweredError(OSError):
-    """A server stayed busy or silent for `PATIENCE_SECONDS`."""
+class UrlOrigin(UrlReads):
+    """Reads files behind URLs of one scheme: the first ones by itself, then through a process of its own."""
+
+    @override
+    def _forget(self) -> None:
+        super()._forget()
+        self._reader: ReaderProcess | None = None
+        self._reads_alone = False
+        self._num_asked = 0
+
+    @override
+    def read_many(self, paths: Sequence[FileOrRange], sizes: Sequence[int] | None = None) -> list[bytes | OSError]:
+        """Reads as `Origin.read_many` does; raises DataError if the server stays busy or silent."""
+        if self._pid != os.getpid():
+            self._forget()
+        self._num_asked += len(paths)
+        results = self._read_apart(paths, sizes) if self._num_asked > ALONE else None
+        if results is None:
+            results = super().read_many(paths, sizes)
+        for late in (result for result in results if isinstance(result, UnansweredError)):
+            cure = "wait until it is well, and resume from the last checkpoint; no other sample takes its place"
+            raise DataError(f"{late}; {cure}") from late
+        return results
+
+    def _read_apart(self, paths: Sequence[FileOrRange], sizes: Sequence[int] | None) -> list[bytes | OSError] | None:
+        """Reads through the other process; None if there is none, or not yet."""
+        try:
+            reader = self._started()
+            return reader.read(paths, sizes) if reader is not None and reader.is_ready else None
+        except ReaderLostError as error:
+            if not self._reads_alone:
+                self._reads_alone = True
+                logger.warning("the process that reads URLs has ended (%s); this process reads them itself", error)
+            return None
+
+    def _started(self) -> ReaderProcess | None:
+        # A worker's interpreter does nothing else, and there are many workers.
+        workers = sys.modules.get("torch.utils.data")
+        with self._making:
+            if self._reads_alone or (workers is not None and workers.get_worker_info() is not None):
+                return None
+            if self._reader is None and not type(self._file_system).__module__.startswith(_APART):
+                return None
+            if self._reader is None:
+                try:
+                    self._reader = ReaderProcess(self.options, self.num_threads)
+                except (OSError, pickle.PicklingError, TypeError, AttributeError) as error:
+                    self._reads_alone = True
+                    logger.info("URLs are read in this process: %s", error)
+                    return None
+                weakref.finalize(self, self._reader.close)
+            return self._reader
+
+    @override
+    def close(self) -> None:
+        super().close()
+        if self._reader is not None and self._pid == os.getpid():
+            self._reader.close()
+        self._reader = None
 
 
 def patiently(ask: Callable[[], T], url: str, *, is_known: bool = True) -> T:

@@ -108,6 +108,13 @@ def test_a_change_through_pytorch_names_its_tensor_alone() -> None:
         packed.check()
 
 
+def test_a_tensor_that_does_not_count_its_changes_is_refused_by_name() -> None:
+    with torch.inference_mode():
+        silent = torch.zeros(3)
+    with pytest.raises(ConfigError, match=r"'state/a@rank1' to count its changes.*clone\(\) it outside"):
+        pack({"a": silent})
+
+
 def test_tied_tensors_are_stored_once(mesh: Any) -> None:
     tied = torch.randn(1000)
     packed, _ = pack({"a": tied, "b": tied})

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shade.checkpoint._flush.flusher import AHEAD_FETCHES, FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Flusher
-from shade.checkpoint._flush.progress import Progress
 from shade.checkpoint._format.retention import Keep
 from shade.checkpoint._tiers.tier import Shard
 from shade.errors import CorruptCheckpointError, StorageError, StorageFullError, StoreUnavailableError
 from tests.support.tiers import CHUNK, Shelf
 
+AfterChunk = Callable[[Callable[[int], None]], None]
 
-class Telling(Progress):
-    """Calls something after each chunk."""
 
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        self.advance = advance  # type: ignore[method-assign]
+@pytest.fixture
+def after_chunk(monkeypatch: pytest.MonkeyPatch) -> AfterChunk:
+    """Has something called with the length of each chunk, when it is written."""
+
+    def call(action: Callable[[int], None]) -> None:
+        bar = contextlib.nullcontext(SimpleNamespace(update=action))
+        monkeypatch.setattr("shade.checkpoint._flush.flusher.bytes_bar", lambda *_: bar)
+
+    return call
 
 
 @pytest.fixture
@@ -92,13 +99,14 @@ def test_what_the_rules_would_not_keep_is_let_go_but_not_before_something_newer_
     assert "prepare 10" not in storage.done
 
 
-def test_a_slot_taken_again_meanwhile_stays_dirty(memory: Shelf, storage: Shelf) -> None:
+def test_a_slot_taken_again_meanwhile_stays_dirty(memory: Shelf, storage: Shelf, after_chunk: AfterChunk) -> None:
     memory.take(7)
 
     def slot_is_reused(num_bytes: int) -> None:
         memory.marks["7"] = 8
 
-    flusher(memory, storage, progress=Telling(slot_is_reused)).flush_one()
+    after_chunk(slot_is_reused)
+    flusher(memory, storage).flush_one()
     assert memory.marks == {"7": 8}
 
 
@@ -226,7 +234,9 @@ def test_a_node_that_comes_back_mends_it(memory: Shelf, storage: Shelf) -> None:
 
 
 @pytest.mark.parametrize("at", range(7))
-def test_told_to_stop_it_leaves_the_slot_dirty_and_nothing_visible(at: int, memory: Shelf, storage: Shelf) -> None:
+def test_told_to_stop_it_leaves_the_slot_dirty_and_nothing_visible(
+    at: int, memory: Shelf, storage: Shelf, after_chunk: AfterChunk
+) -> None:
     memory.take(7)
     stop, written = threading.Event(), 0
 
@@ -238,18 +248,19 @@ def test_told_to_stop_it_leaves_the_slot_dirty_and_nothing_visible(at: int, memo
 
     if at == 0:
         stop.set()
-    assert flusher(memory, storage, stop=stop, progress=Telling(advance)).flush_one() is None
+    after_chunk(advance)
+    assert flusher(memory, storage, stop=stop).flush_one() is None
     assert memory.marks == {"7": 7}
     assert storage.records == {}
     assert drain(flusher(memory, storage)) == [7]
 
 
-def test_who_was_replaced_neither_commits_nor_tidies_up(memory: Shelf, storage: Shelf) -> None:
+def test_who_was_replaced_neither_commits_nor_tidies_up(memory: Shelf, storage: Shelf, after_chunk: AfterChunk) -> None:
     """Somebody else may be writing to that very place by now."""
     memory.take(7)
     ours = [True]
-    written = lambda num_bytes: ours.__setitem__(0, False)  # noqa: E731
-    assert flusher(memory, storage, may_write=lambda: ours[0], progress=Telling(written)).flush_one() is None
+    after_chunk(lambda num_bytes: ours.__setitem__(0, False))
+    assert flusher(memory, storage, may_write=lambda: ours[0]).flush_one() is None
     assert not any(each.startswith(("commit", "discard")) for each in storage.done)
     assert memory.marks == {"7": 7}
 

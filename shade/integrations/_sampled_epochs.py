@@ -1,7 +1,5 @@
-"""Epochs of a `ShadeSampler` under the Trainer of transformers, which takes all to be as long as the first.
-
-Those of ``unbiased`` become shorter, so the sampler says when one has ended, and which one is the last.
-"""
+"""Epochs of a `ShadeSampler` under the Trainer of transformers, which takes all to be as long as the first: the sampler
+says when one has ended, and which one is the last."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Hugging Face's Trainer: snapshots beside training, and a resume at any step.
 
-The Trainer reads from a folder where training continues, before a callback hears of it. So `restore` writes one; what
-is not in it is loaded in place when the optimizer exists. A step is counted when the next one begins: by then it was
-logged and evaluated, and random numbers were drawn for that.
+The Trainer reads a folder before a callback hears of the start. So `restore` writes one; what is not in it is loaded in
+place later. A step is counted when the next one begins: by then it was evaluated, which draws random numbers.
 """
 
 from __future__ import annotations

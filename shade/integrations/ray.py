@@ -44,9 +44,8 @@ class RayLoader(SavedLoader):
         options = {"run": get_context().get_experiment_name()} | options
         super().__init__(loader, objects, persist_to=persist_to, **options)
         self._model = objects["model"]
-        # Ray runs the function in a thread, and ends the process by force later; so the end of the thread closes.
         _thread.token = token = set[None]()
-        weakref.finalize(token, self.checkpointer.close)
+        weakref.finalize(token, self.checkpointer.close)  # at the thread's end: Ray ends the process by force
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Reports to Ray and uploads the weights as ``model.pt``; on every worker. Ray's CheckpointConfig keeps the

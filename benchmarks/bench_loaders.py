@@ -144,8 +144,15 @@ class Data:
 
 
 def start(words: list[str], scratch: Path, limit_seconds: float) -> subprocess.CompletedProcess[str]:
-    """Runs `loader_epochs`; one that hangs is ended, and all it started with it."""
-    command = [sys.executable, str(PROGRAM), *words]
+    """Runs `loader_epochs`."""
+    return start_program(PROGRAM, words, scratch, limit_seconds)
+
+
+def start_program(
+    program: Path, words: list[str], scratch: Path, limit_seconds: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program; one that hangs is ended, and all it started with it."""
+    command = [sys.executable, str(program), *words]
     environment = os.environ | {
         "HF_HOME": str(scratch / "hf-home"),
         "HF_DATASETS_OFFLINE": "1",

@@ -138,6 +138,14 @@ def shard_bytes(images: Path) -> int:
     return max(1 << 14, sum(path.stat().st_size for path in images.rglob("*.jpg")) // NUM_SHARDS)
 
 
+def no_step(images: torch.Tensor) -> None:
+    """Does nothing with a batch."""
+
+
+step: Callable[[torch.Tensor], None] = no_step
+"""What is done with each batch; `bench_beside_training` puts a training here."""
+
+
 def count(batches: Iterable[Any], side: int) -> int:
     """Takes every batch, as a training step would, and looks whether it is what was asked for."""
     num_samples = 0
@@ -146,6 +154,7 @@ def count(batches: Iterable[Any], side: int) -> int:
         if images.shape[1:] != (3, side, side) or images.dtype != torch.float32:
             raise ValueError(f"expected float32 (B, 3, {side}, {side}), got {images.dtype} {tuple(images.shape)}")
         num_samples += len(images)
+        step(images)
     if not num_samples:
         raise ValueError("expected samples, got none: the messages above say why")
     return num_samples

@@ -1,19 +1,23 @@
-"""Implements ``shade cache up|status|down`` on top of `shade.store._servers`.
+"""Implements ``shade cache up|status|down|warm``; the servers are those of `shade.store._servers`.
 
 The address that `up` prints lacks only the password, which is read from the environment, here and by the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from shade.errors import ConfigError
 from shade.store._servers import cluster_bootstrap, service
 from shade.store.url import PASSWORD_VARIABLE, StoreURL, parse_bytes
+from shade.terminal import progress_bar
 
 
 def up(
@@ -97,6 +101,52 @@ def down(directory: Path) -> int:
     ended = service.down(directory)
     sys.stdout.write(f"{ended} server{'s' * (ended != 1)} ended\n")
     return 0
+
+
+def warm(function: str, most_bytes: str | None, most_seconds: float | None, machine: str) -> int:
+    """Fills the cache of the data set and sampler that a function returns; prints a line a tier. Returns 1 if the
+    origin could not read a sample."""
+    from shade.data._dataset.warm import warm as fill
+
+    number, slash, num_machines = machine.partition("/")
+    if not (slash and number.isdecimal() and num_machines.isdecimal()):
+        raise ConfigError.of("--machine I/N, as 0/4", machine, "count from 0")
+    limit = None if most_bytes is None else parse_bytes(most_bytes)
+    dataset, sampler = _made_by(function)
+    with contextlib.closing(dataset), contextlib.closing(sampler), progress_bar(1.0, unit="samples") as bar:
+
+        def advance(num_done: int, num_wanted: int) -> None:
+            bar.total = num_wanted
+            bar.update(num_done - bar.n)
+
+        done = fill(
+            dataset,
+            sampler,
+            most_bytes=limit,
+            most_seconds=most_seconds,
+            machine=int(number),
+            num_machines=int(num_machines),
+            advance=advance,
+        )
+    for each in done:
+        line = f"{each.url}: {each.num_samples:,} samples, {each.num_read:,} of them read now"
+        line += f"; {each.num_left:,} more would fit" if each.num_left else ""
+        sys.stdout.write(line + (f"; {each.num_failed:,} could not be read" if each.num_failed else "") + "\n")
+    return int(any(each.num_failed for each in done))
+
+
+def _made_by(function: str) -> tuple[Any, Any]:
+    """Returns what a function, ``module:name``, returns; modules are looked for in this folder first."""
+    module, _, name = function.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module.removesuffix(".py")), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError.of("MODULE:FUNCTION, as train:data", function, f"call it in its folder ({error})") from error
+    found = made()
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise ConfigError.of(f"(dataset, sampler) from {function}", type(found).__name__, "return both, as the job")
+    return found
 
 
 def _without_password(url: StoreURL) -> StoreURL:

@@ -47,6 +47,8 @@ examples:
   SHADE_REDIS_PASSWORD=… shade cache up                 with a password; the run reads it from the same place
   shade cache status                                    what runs, and what to do about what does not
   shade cache down
+  shade cache warm train:data --seconds 600             fills the cache of the data set and sampler that the function
+                                                        data() in train.py returns, before the job begins
 
 Without --join servers listen on this machine only. For servers of your own see redis.conf.
 """
@@ -136,11 +138,11 @@ def parser() -> argparse.ArgumentParser:
 def _add_cache(verbs: Any) -> None:
     cache = verbs.add_parser(
         "cache",
-        help="start, inspect and stop Redis servers on this machine",
-        description="Redis servers for the cache, on this machine, in the background.",
+        help="start, inspect and stop Redis servers on this machine; fill a cache before a job",
+        description="Redis servers for the cache, on this machine, in the background; and what a job finds in them.",
         epilog=_CACHE_EXAMPLES,
     )
-    actions = cache.add_subparsers(metavar="up|status|down", required=True)
+    actions = cache.add_subparsers(metavar="up|status|down|warm", required=True)
     for name, what in (("up", "start"), ("status", "show"), ("down", "stop")):
         action = actions.add_parser(name, help=what, epilog=_CACHE_EXAMPLES)
         action.add_argument(
@@ -152,6 +154,12 @@ def _add_cache(verbs: Any) -> None:
     up.add_argument("--replicas", type=int, metavar="N", help="of each primary (0)")
     up.add_argument("--memory", metavar="BYTES", help="limit of each server, as 8GiB (none)")
     up.add_argument("--ports", type=int, nargs="+", default=(), metavar="PORT", help="one for each server (free ones)")
+    warm = actions.add_parser("warm", help="fill a cache with what a job's first epoch reads", epilog=_CACHE_EXAMPLES)
+    warm.add_argument("function", metavar="MODULE:FUNCTION", help="returns (dataset, sampler), as the job makes them")
+    warm.add_argument("--bytes", metavar="BYTES", help="take in at most so much, as 20GiB (what fits)")
+    warm.add_argument("--seconds", type=float, metavar="S", help="begin no read after so long (none)")
+    warm.add_argument("--machine", default="0/1", metavar="I/N", help="this is machine I of N, from 0 (0/1)")
+    warm.set_defaults(answer=_warm)
     up.add_argument(
         "--join", metavar="HOST:PORT", help="start one node of a cluster on several machines: the same address on all"
     )
@@ -190,6 +198,12 @@ def _cache(given: argparse.Namespace) -> int:
     if given.action == "up":
         return caches.up(given.dir, given.nodes, given.replicas, given.memory, given.ports, given.join)
     return caches.status(given.dir) if given.action == "status" else caches.down(given.dir)
+
+
+def _warm(given: argparse.Namespace) -> int:
+    from shade.cli import caches
+
+    return caches.warm(given.function, given.bytes, given.seconds, given.machine)
 
 
 def _doctor(given: argparse.Namespace) -> int:

@@ -435,5 +435,5 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     try:
         plain = {str(name): value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         return {name: float(value) for name, value in plain.items()}
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError.of("a number for each metric", metrics, "pass loss.item(), say") from error
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError.of("a number for each metric", metrics, "pass {'loss': loss.item()}, say") from error

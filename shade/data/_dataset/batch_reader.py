@@ -278,6 +278,10 @@ class BatchReader:
             self._log_accesses(indices, hits)
         return payloads
 
+    def take_in(self, tier: SampleCache, indices: Sequence[int]) -> tuple[list[Any], list[bool]]:
+        """Takes samples into one tier of the cache; returns as `SampleCache.fetch_many`."""
+        return tier.fetch_many(indices, partial(self._read_absent, set()))
+
     def _compare_hits(self, indices: Sequence[int], payloads: list[Any], hits: list[bool], changed: set[int]) -> None:
         assert self._cache is not None
         # Hits number 1, 2, 4 … 1024, 2048, 3072 … of this process, and those that may have changed.

@@ -1023,6 +1023,8 @@ def test_metrics_may_be_whatever_is_a_number(begin: Callable[..., Checkpointer])
         assert (metrics["a"], metrics["b"], metrics["c"]) == (0.5, 2.0, 3.0)
         with pytest.raises(ConfigError, match="a number for each metric"):
             checkpointer.save({"accuracy": "good"})  # type: ignore[dict-item]
+        with pytest.raises(ConfigError, match="a number for each metric, got 7"):
+            checkpointer.save(7)  # type: ignore[arg-type]  # a step, where other libraries take one
         checkpointer.save()
         checkpointer.wait_committed()
 

@@ -78,7 +78,9 @@ def read_apart(origin: UrlOrigin, paths: list[Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"config_kwargs": {"s3": {"addressing_style": "path"}}}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"config_kwargs": {"s3": {"addressing_style": "path"}}}, marks=pytest.mark.slow)]
+)
 def test_objects_come_as_they_are_stored_also_to_a_fork(bucket: S3Server, options: dict[str, Any]) -> None:
     """A forked child of a process with obstore in it would wait for ever."""
     del bucket

@@ -2,6 +2,7 @@
 
     pip install 'torch-shade[ecosystem]'
     python examples/lightning_trainer.py
+    torchrun --nproc-per-node 2 examples/lightning_trainer.py redis://127.0.0.1:6379
 
 `ShadeDataModule` is the training data through a cache, with a place in every checkpoint. `ShadeCheckpoints` makes each
 checkpoint a snapshot, and a run that was killed continues at any step. ``reload_dataloaders_every_n_epochs=1``: an
@@ -12,7 +13,8 @@ epoch of ``unbiased`` has fewer steps than a full one, and Lightning counts the 
 from __future__ import annotations
 
 import logging
-import tempfile
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,25 +74,22 @@ def make_trainer(folder: Path, epochs: int = 4, **options: Any) -> L.Trainer:
         max_epochs=epochs,
         reload_dataloaders_every_n_epochs=1,
         accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", "1")),  # on CPUs, Lightning takes one unless it is told
         default_root_dir=folder,
         **(quiet | {"enable_checkpointing": False} | options),
     )
 
 
-def main() -> None:
-    """Trains four epochs."""
+def main(cache: str = "local://", folder: str = "runs/points") -> None:
+    """Trains four epochs; begins where the folder's checkpoints end."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model = Classifier()
-    with tempfile.TemporaryDirectory() as folder:
-        saving = [
-            ModelCheckpoint(folder, every_n_train_steps=10, save_last=True),
-            ShadeCheckpoints(f"{folder}/snapshots"),
-        ]
-        trainer = make_trainer(Path(folder), callbacks=saving, enable_checkpointing=True)
-        trainer.fit(model, datamodule=make_module(), ckpt_path="last")
-    print(f"{len(model.seen)} steps over 4 epochs; a full epoch has 25")
+    saving = [ModelCheckpoint(folder, every_n_train_steps=10, save_last=True), ShadeCheckpoints(f"{folder}/snapshots")]
+    trainer = make_trainer(Path(folder), callbacks=saving, enable_checkpointing=True)
+    trainer.fit(model, datamodule=make_module(cache), ckpt_path="last")
+    print(f"{len(model.seen)} steps over 4 epochs; a full epoch has {200 // BATCH // trainer.world_size}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

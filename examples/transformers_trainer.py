@@ -2,6 +2,7 @@
 
     pip install 'torch-shade[ecosystem]'
     python examples/transformers_trainer.py
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py redis://127.0.0.1:6379
 
 Three lines are ours. `ShadeTrainer` is a Trainer that reads through the cache, by a sampler that hears of the losses.
 `ShadeTrainerCallback` saves snapshots while training continues; `train` continues from the newest one, at any step. The
@@ -15,7 +16,7 @@ and ``mode="uniform"`` keep all of them alike. ``gradient_accumulation_steps`` h
 from __future__ import annotations
 
 import random
-import tempfile
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +81,18 @@ def make_trainer(
     )
 
 
-def main() -> None:
-    """Trains four epochs of text."""
-    with tempfile.TemporaryDirectory() as folder:
-        dataset = ShadeDataset(make_text(), cache="local://", working_set_fraction=0.5)
-        trainer = make_trainer(Path(folder), dataset, num_train_epochs=4)
-        saver = ShadeTrainerCallback(trainer, persist_to=f"{folder}/snapshots", every=10)
-        trained = trainer.train(resume_from_checkpoint=saver.restore())
-        steps, loss = trained.global_step, trained.training_loss
-        print(f"{steps} steps, mean loss {loss:.3f}; {trainer.sampler.num_steps} in the last epoch")
-        saver.checkpointer.close()
-        trainer.sampler.close()
-        dataset.close()
+def main(cache: str = "local://", folder: str = "runs/text") -> None:
+    """Trains four epochs of text; begins where the folder's snapshots end."""
+    dataset = ShadeDataset(make_text(), cache=cache, working_set_fraction=0.5)
+    trainer = make_trainer(Path(folder), dataset, num_train_epochs=4)
+    saver = ShadeTrainerCallback(trainer, persist_to=f"{folder}/snapshots", every=10)
+    trained = trainer.train(resume_from_checkpoint=saver.restore())
+    steps, loss = trained.global_step, trained.training_loss
+    print(f"{steps} steps, mean loss {loss:.3f}; {trainer.sampler.num_steps} in the last epoch")
+    saver.checkpointer.close()
+    trainer.sampler.close()
+    dataset.close()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

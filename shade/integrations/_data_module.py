@@ -51,8 +51,7 @@ class ShadeDataModule(LightningDataModule):  # type: ignore[misc]
         self, dataset: Any, batch_size: int, *, cache: str | None = "local://", num_workers: int = 0, **options: Any
     ) -> None:
         super().__init__()
-        self._make: Callable[[], ShadeDataset]
-        self._make = dataset if callable(dataset) else lambda: ShadeDataset(dataset, cache)
+        self._make: Callable[[], ShadeDataset] = dataset if callable(dataset) else lambda: ShadeDataset(dataset, cache)
         self._num_workers, self._options = num_workers, {"batch_size": batch_size} | options
 
     @override

@@ -48,7 +48,9 @@ class SavedLoader:
             if hasattr(each, "set_epoch"):
                 each.set_epoch(self.epoch)
         if self._step:
-            self._set_generators()
+            torch.set_rng_state(self._generators["torch"].clone())
+            for name, generator in self._own().items():
+                generator.set_state(self._generators[name].clone())
         else:
             self._generators = {"torch": torch.get_rng_state(), **{k: v.get_state() for k, v in self._own().items()}}
         batches = self._begin(0 if self._keeps_place else self._num_done)
@@ -65,11 +67,6 @@ class SavedLoader:
         """Returns the generator of the loader's order, if it has one of its own."""
         found = getattr(self.loader, "synchronized_generator", None) or getattr(self.loader.sampler, "generator", None)
         return {"own": found} if isinstance(found, torch.Generator) else {}
-
-    def _set_generators(self) -> None:
-        torch.set_rng_state(self._generators["torch"].clone())
-        for name, generator in self._own().items():
-            generator.set_state(self._generators[name].clone())
 
     def _begin(self, num_done: int) -> Iterator[Any]:
         """Begins the epoch, of which so many batches are done; returns the others."""

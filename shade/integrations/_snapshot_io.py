@@ -46,8 +46,7 @@ class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
         self._discard(before)
 
     def _once_committed(self, action: Callable[[], None]) -> None:
-        done = Future[None]()
-        self._waiting.append(done)
+        self._waiting.append(done := Future[None]())
 
         def act(committed: Future[Any] | None) -> None:
             try:
@@ -62,8 +61,7 @@ class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
 
     @override
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        step = _step_at(path)
-        if step is None:
+        if (step := _step_at(path)) is None:
             return dict(super().load_checkpoint(path, map_location, weights_only))
         self._checkpointer.restore(step, only=["state"])
         return self._checkpointer.state_dict_state.take() or {}
@@ -78,11 +76,9 @@ class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
         self._once_committed(remove)
 
     def _discard(self, step: int | None) -> None:
-        storage = tiers_of(self._checkpointer).storage
-        places = [each for found in self._checkpointer.list() if found.record.step == step for each in found.sources]
-        for place in places:
-            if storage is not None and place.tier is storage:
-                storage.discard(place.location)
+        if (storage := tiers_of(self._checkpointer).storage) is not None:
+            for place in [place for place, record in storage.held().items() if record.step == step]:
+                storage.discard(place)
 
     @override
     def teardown(self) -> None:

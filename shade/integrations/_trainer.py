@@ -1,34 +1,21 @@
-"""The Trainer of transformers: its state, and a Trainer with a `ShadeSampler`, which counts its epochs.
-
-The Trainer takes all epochs to be as long as the first. Those of ``unbiased`` become shorter, so the sampler says when
-one has ended, and which one is the last.
-"""
+"""The Trainer of transformers with a `ShadeSampler`, whose place is in the Trainer's own checkpoints, too."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
 from typing_extensions import override
 
 from shade.data import ShadeSampler
 from shade.errors import ConfigError
-
-
-def exported_state(trainer: Trainer) -> str:
-    """Returns a trainer's state as it writes it itself: history, best metric, states of callbacks."""
-    states: dict[str, Any] = {}
-    for each in (*trainer.callback_handler.callbacks, trainer.control):
-        if isinstance(each, ExportableState):
-            states.setdefault(type(each).__name__, []).append(each.state())
-    states = {name: found[0] if len(found) == 1 else found for name, found in states.items()}
-    return json.dumps(dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=states)))
+from shade.integrations._sampled_epochs import SAMPLER_NAME, SampledEpochs, collate_indexed
 
 
 class ShadeTrainer(Trainer):  # type: ignore[misc]
@@ -48,14 +35,21 @@ class ShadeTrainer(Trainer):  # type: ignore[misc]
         self.sampler, self._weighs = sampler, sampler.scores() is not None
         self.model_accepts_loss_kwargs &= not self._weighs  # so a mean is divided by the accumulated steps
         self.args.ignore_data_skip = True  # the sampler goes to its place, and would be skipped ahead twice
-        self.add_callback(SampledEpochs(sampler))
+        self._epochs = SampledEpochs(sampler)
+        self.add_callback(self._epochs)
+
+    @override
+    def train(self, resume_from_checkpoint: str | bool | None = None, *given: Any, **options: Any) -> Any:
+        own = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        self._epochs.saved = Path(own) / SAMPLER_NAME if own else None
+        return super().train(resume_from_checkpoint, *given, **options)
 
     @override
     def get_train_dataloader(self) -> DataLoader[Any]:
         # Not through Accelerate, which would deal the batches of a rank out to the ranks again.
         names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
         options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
-        options |= {"collate_fn": IndexedCollate(self.data_collator), "sampler": self.sampler}
+        options |= {"collate_fn": partial(collate_indexed, collate=self.data_collator), "sampler": self.sampler}
         return DataLoader(self.train_dataset, self.sampler.batch_size, **options)
 
     @override
@@ -80,37 +74,3 @@ class ShadeTrainer(Trainer):  # type: ignore[misc]
             cure = 'override sample_losses, or ShadeSampler(…, mode="uniform")'
             raise ConfigError.of("labels int (B,)", f"{labels.dtype} {tuple(labels.shape)}", cure)
         return F.cross_entropy(outputs["logits"], labels, reduction="none")
-
-
-class IndexedCollate:
-    """Collates samples of a `ShadeDataset`, (sample, index) or (sample, target, index), and adds the indices."""
-
-    def __init__(self, collate: Any) -> None:
-        self._collate = collate
-
-    def __call__(self, batch: list[Any]) -> Any:
-        samples = [each[0] if len(each) == 2 else each[:-1] for each in batch]
-        return {**self._collate(samples), "shade_indices": torch.tensor([each[-1] for each in batch])}
-
-
-class SampledEpochs(TrainerCallback):  # type: ignore[misc]
-    """Says the epoch to the sampler, which knows where it ends."""
-
-    def __init__(self, sampler: ShadeSampler) -> None:
-        self._sampler = sampler
-
-    @override
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, is_end: bool = False, **_: Any) -> None:
-        sampler = self._sampler
-        if state.global_step and not sampler.epoch + sampler.steps_done:
-            cure = "save with ShadeTrainerCallback(trainer, …), which restores the sampler, too"
-            raise ConfigError.of(f"a sampler that resumes after step {state.global_step}", "one at its start", cure)
-        if sampler.steps_done >= sampler.num_steps:
-            is_last = sampler.epoch + 1 >= state.num_train_epochs
-            control.should_training_stop |= is_end and is_last
-            if not is_end and not is_last:
-                sampler.set_epoch(sampler.epoch + 1)
-
-    @override
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.on_epoch_begin(args, state, control, is_end=True)

@@ -41,15 +41,14 @@ class AccelerateLoader(SavedLoader):
     def __init__(self, accelerator: Accelerator, loader: Any, objects: Mapping[str, Stateful], **options: Any) -> None:
         kind = accelerator.distributed_type
         if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-            raise ConfigError.of("a model that each rank holds whole", kind.value, "use accelerator.save_state, or DCP")
+            raise ConfigError.of("one process, DDP or FSDP2", kind.value, "use accelerator.save_state")
         self._accelerator = accelerator
         scaler = {"scaler": accelerator.scaler} if accelerator.scaler is not None else {}
         super().__init__(loader, {**objects, **scaler}, **options)
 
     @override
     def _begin(self, num_done: int) -> Iterator[Any]:
-        skips = num_done > 0
-        batches = iter(self._accelerator.skip_first_batches(self.loader, num_done) if skips else self.loader)
+        batches = iter(self._accelerator.skip_first_batches(self.loader, num_done) if num_done else self.loader)
         if self._keeps_place:
             return (send_to_device(batch, self._accelerator.device) for batch in batches)
         # A prepared loader draws its seed when it is asked first.

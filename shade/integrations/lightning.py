@@ -37,7 +37,7 @@ class ShadeCheckpoints(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, persist_to: str | os.PathLike[str], *, run: str = "lightning") -> None:
-        self._persist_to, self._run = persist_to, run
+        self._where: dict[str, Any] = {"persist_to": persist_to, "run": run}
         self._io: SnapshotIO | None = None
         self._loaded: dict[str, Any] = {}
 
@@ -47,8 +47,7 @@ class ShadeCheckpoints(Callback):  # type: ignore[misc]
             cure = "leave ShadeCheckpoints out, or use one of these"
             raise ConfigError.of("one device, or strategy ddp", type(trainer.strategy).__name__, cure)
         # All ranks are here; later Lightning saves on the first one alone.
-        where: dict[str, Any] = {"persist_to": self._persist_to, "run": self._run}
-        self._io = self._io or SnapshotIO(StateDictCheckpointer(**where, keep="all", first_rank_saves=True))
+        self._io = self._io or SnapshotIO(StateDictCheckpointer(**self._where, keep="all", first_rank_saves=True))
         trainer.strategy.checkpoint_io, self._trainer = self._io, trainer
 
     @override

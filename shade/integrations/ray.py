@@ -6,6 +6,8 @@ Snapshots are what training continues from. What `RayLoader.report` uploads is f
 from __future__ import annotations
 
 import tempfile
+import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ except ImportError as error:
     raise ConfigError.of("the ray[train] package", None, install_hint("ecosystem")) from error
 
 __all__ = ["RayLoader"]
+_thread = threading.local()
 
 
 class RayLoader(SavedLoader):
@@ -41,6 +44,8 @@ class RayLoader(SavedLoader):
         options = {"run": get_context().get_experiment_name()} | options
         super().__init__(loader, objects, persist_to=persist_to, **options)
         self._model = objects["model"]
+        _thread.token = token = set[None]()
+        weakref.finalize(token, self.checkpointer.close)  # at the thread's end: Ray ends the process by force
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Reports to Ray and uploads the weights as ``model.pt``; on every worker. Ray's CheckpointConfig keeps the

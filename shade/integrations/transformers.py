@@ -1,8 +1,7 @@
 """Hugging Face's Trainer: snapshots beside training, and a resume at any step.
 
-The Trainer reads from a folder where training continues, before a callback hears of it. So `restore` writes one; what
-is not in it is loaded in place when the optimizer exists. A step is counted when the next one begins: by then it was
-logged and evaluated, and random numbers were drawn for that.
+The Trainer reads a folder before a callback hears of the start. So `restore` writes one; what is not in it is loaded in
+place later. A step is counted when the next one begins: by then it was evaluated, which draws random numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from shade.checkpoint import Checkpointer
@@ -21,9 +19,9 @@ from shade.installation import install_hint
 
 try:
     from transformers import Trainer, TrainerCallback
-    from transformers.utils import WEIGHTS_NAME
 
-    from shade.integrations._trainer import ShadeTrainer, exported_state
+    from shade.integrations._resume_folder import check_saved, exported_state, write_folder
+    from shade.integrations._trainer import ShadeTrainer
 except ImportError as error:
     raise ConfigError.of("the transformers package", None, install_hint("ecosystem")) from error
 
@@ -34,26 +32,23 @@ class ShadeTrainerCallback(TrainerCallback):  # type: ignore[misc]
     """Saves a Trainer's training into snapshots, and resumes it. It adds itself to the trainer; on every rank.
 
     Args:
-        trainer: Any Trainer whose model is whole on every rank (one process, or DDP); others are refused.
+        trainer: Any Trainer with a ``model=``, in one process or under DDP or FSDP2; others are refused.
         **options: As for `Checkpointer`. Each evaluation is followed by a save with its metrics.
     """
 
     def __init__(self, trainer: Trainer, **options: Any) -> None:
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.model_init:
-            raise ConfigError.of("one whole model=", "FSDP, DeepSpeed or model_init=", "let the Trainer save it")
-        self.checkpointer = Checkpointer(**options)
-        self.checkpointer.attach(model=trainer.model, trainer=self)
+        check_saved(trainer)
+        self.checkpointer, self._is_split = Checkpointer(**options), trainer.is_fsdp_enabled
+        self.checkpointer.attach(trainer=self, **({} if self._is_split else {"model": trainer.model}))
         self._folder, self._metrics = Path(trainer.args.output_dir) / "shade-resume", dict[str, float]()
         self._trainer, self._state, self._step = trainer, "", 0
         trainer.add_callback(self)
 
     def restore(self) -> str | None:
         """Loads the newest snapshot; returns what ``train(resume_from_checkpoint=…)`` takes, None if there is none."""
-        self._step = self.checkpointer.restore_latest(only=["model", "trainer"]).step
+        self._step = self.checkpointer.restore_latest(only=["trainer"] if self._is_split else ["model", "trainer"]).step
         if self._step and self._trainer.args.should_save:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "trainer_state.json").write_text(self._state)
-            torch.save(self._trainer.model.state_dict(), self._folder / WEIGHTS_NAME)
+            write_folder(self._folder, self._state, self._trainer.model)
         self._trainer.accelerator.wait_for_everyone()
         return str(self._folder) if self._step else None
 
@@ -71,6 +66,7 @@ class ShadeTrainerCallback(TrainerCallback):  # type: ignore[misc]
             raise ConfigError.of(f"a start at step {self._step}", state.global_step, "pass train() what restore() gave")
         sampler, scaler = getattr(given["train_dataloader"], "sampler", None), self._trainer.accelerator.scaler
         parts = {"optimizer": given["optimizer"], "scheduler": given["lr_scheduler"]}
+        parts |= {"model": given["model"]} if self._is_split else {}
         parts |= {"scaler": scaler} if scaler else {}
         parts |= {"sampler": sampler} if isinstance(sampler, ShadeSampler) else {}
         self.checkpointer.attach(**parts)

@@ -14,7 +14,7 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from shade import ShadeDataset, ShadeSampler
+from shade.checkpoint import Checkpointer
 from shade.errors import ConfigError
 from shade.store._servers.server import LocalServer
 from tests.support.exits import ending_of, without_closing
@@ -224,6 +225,24 @@ def test_a_sampled_loader_of_another_batch_size_is_refused() -> None:
     example = load("stateful_loader")
     with pytest.raises(ConfigError, match="batch_size 8, got 5"):
         example.SampledDataLoader(example.make_data(), 5, sampler=ShadeSampler(example.make_data(), batch_size=8))
+
+
+def test_a_sampled_loader_that_is_attached_resumes_with_other_workers(tmp_path: Path) -> None:
+    example = load("stateful_loader")
+    with Checkpointer(persist_to=tmp_path, every="never") as checkpointer:
+        data = example.make_data()
+        loader = example.SampledDataLoader(data, 8, sampler={"mode": "uniform"})
+        checkpointer.attach(loader=loader)
+        for _ in zip(range(3), loader, strict=False):
+            checkpointer.step()
+        checkpointer.save()
+    with Checkpointer(persist_to=tmp_path, every="never") as checkpointer:
+        other = example.SampledDataLoader(data, 8, sampler={"mode": "uniform"}, num_workers=2)
+        checkpointer.attach(loader=other)
+        assert checkpointer.restore_latest().step == 3
+        assert (other.sampler.epoch, other.sampler.steps_done) == (0, loader.sampler.steps_done)
+    loader.sampler.close()
+    other.sampler.close()
 
 
 def test_nodes_stopped_at_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,9 +618,10 @@ def test_a_sampler_in_accelerates_checkpoint_continues_at_any_step(
 
 
 def trained(
-    example: ModuleType, folder: Path, dataset: ShadeDataset, stop: int | None = None, **options: Any
+    example: ModuleType, folder: Path, dataset: ShadeDataset, stop: int | None = None, own: bool = False, **options: Any
 ) -> tuple[Any, list[list[int]]]:
-    """Trains up to a step, from where the folder's snapshots end; returns the trainer, and the samples of each step."""
+    """Trains up to a step, from where the folder's snapshots end, or the Trainer's ``own`` checkpoints; returns the
+    trainer, and the samples of each step."""
     transformers: Any = importlib.import_module("transformers")
 
     class Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
@@ -613,9 +633,12 @@ def trained(
     report = trainer.sampler.report
     trainer.sampler.report = lambda indices, losses: (seen.append(indices.tolist()), report(indices, losses))
     trainer.add_callback(Stop())
-    shade = example.ShadeTrainerCallback(trainer, persist_to=folder / "snapshots", every="never")
-    trainer.train(resume_from_checkpoint=shade.restore())
-    shade.checkpointer.close()
+    if own:
+        trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    else:
+        shade = example.ShadeTrainerCallback(trainer, persist_to=folder / "snapshots", every="never")
+        trainer.train(resume_from_checkpoint=shade.restore())
+        shade.checkpointer.close()
     trainer.sampler.close()
     return trainer, seen
 
@@ -659,7 +682,9 @@ def test_the_trainer_accumulates_gradients_over_steps_of_epochs_that_are_alike(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_the_trainer_cannot_do_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_what_the_trainer_cannot_do_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     example = load("transformers_trainer")
     dataset = ShadeDataset(example.make_text(40), cache=None)
     with pytest.raises(ConfigError, match="to divide the 5 steps of an epoch, got 2"):
@@ -667,7 +692,8 @@ def test_what_the_trainer_cannot_do_is_refused_before_the_first_step(tmp_path: P
     saving = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2}
     trained(example, tmp_path / "own", dataset, **saving)
     trainer = example.make_trainer(tmp_path / "own", dataset, **saving | {"num_train_epochs": 2})
-    with pytest.raises(ConfigError, match=r"resumes after step 5, .* ShadeTrainerCallback"):
+    (tmp_path / "own" / "checkpoint-5" / "sampler.pt").unlink()  # as of another Trainer
+    with pytest.raises(ConfigError, match=r"resumes after step 5, .* with sampler.pt, .* ShadeTrainerCallback"):
         trainer.train(resume_from_checkpoint=True)
     trainer = example.make_trainer(tmp_path / "own", dataset, **saving)
     shade = example.ShadeTrainerCallback(trainer, persist_to=tmp_path / "own" / "snapshots")
@@ -677,9 +703,35 @@ def test_what_the_trainer_cannot_do_is_refused_before_the_first_step(tmp_path: P
     shade.checkpointer.close()
     with pytest.raises(ConfigError, match=r"labels int \(B,\).*uniform"):
         trainer.sample_losses({}, {"labels": torch.zeros(8, 4)})
-    trainer.is_fsdp_enabled = True
-    with pytest.raises(ConfigError, match=r"one whole model=.* let the Trainer save it"):
-        example.ShadeTrainerCallback(trainer, persist_to=tmp_path)
+    for version, name, value, message in (
+        (2, "is_deepspeed_enabled", True, "got 'DeepSpeed'; let the Trainer save it"),
+        (2, "model_init", example.BagOfWords, "got 'model_init='; pass the model"),
+        (1, "is_fsdp_enabled", True, r"got 'FSDP1'; fsdp_config=.*2"),
+        (2, "is_fsdp_enabled", True, r"got .adapters of PEFT under FSDP2.; leave fsdp= out"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr("shade.integrations._resume_folder.is_peft_model", lambda model: True)
+            plugin = SimpleNamespace(fsdp_version=version)
+            patch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
+            patch.setattr(trainer, name, value)
+            with pytest.raises(ConfigError, match=message):
+                example.ShadeTrainerCallback(trainer, persist_to=tmp_path)
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainers_own_checkpoints_hold_the_sampler(tmp_path: Path) -> None:
+    example = load("transformers_trainer")
+    dataset = ShadeDataset(example.make_text(40), cache="local://", working_set_fraction=0.5)
+    options = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "own": True}
+    whole, steps = trained(example, tmp_path / "whole", dataset, **options)
+    for stop in range(1, len(steps)):
+        trained(example, tmp_path / str(stop), dataset, stop, **options)
+        resumed, rest = trained(example, tmp_path / str(stop), dataset, **options)
+        assert rest == steps[stop:], f"stopped after {stop}"
+        assert torch.equal(resumed.model.line.weight, whole.model.line.weight)
+    dataset.close()
 
 
 @pytest.mark.redis

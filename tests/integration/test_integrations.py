@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,14 +33,47 @@ class Script:
     ranks: tuple[int, ...] = (1, 2)
     is_like_plain: bool = True
     """Whether it trains on the same samples without our lines."""
+    kinds: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What else it trains on two ranks: how lines begin → the lines that stand there instead."""
 
-    def plain(self, text: str) -> str:
-        """Returns the script without our lines."""
-        lines = text.splitlines()
-        for begin, instead in self.ours.items():
-            (number,) = (number for number, line in enumerate(lines) if line.startswith(begin))
-            lines[number] = instead
-        return "\n".join(lines) + "\n"
+
+def changed(text: str, lines: dict[str, str]) -> str:
+    """Returns a script with other lines."""
+    found = text.splitlines()
+    for begin, instead in lines.items():
+        (number,) = (number for number, line in enumerate(found) if line.startswith(begin))
+        found[number] = instead
+    return "\n".join(found) + "\n"
+
+
+# Accelerate splits models on accelerators alone, so we say to it that this is one.
+ACCELERATE_SPLIT = """
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+accelerator.state.distributed_type = DistributedType.FSDP
+sizes = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 10}
+accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **sizes)
+"""
+TRAINER_SPLIT = """
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
+
+
+class Trainer(Trainer):
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = True
+
+
+options |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["BertLayer"], "state_dict_type": "%s"}}
+args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True, num_train_epochs=2, disable_tqdm=True, **options)
+"""
+TRAINER_ADAPTERS = """
+from peft import LoraConfig, get_peft_model
+model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"]))
+args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True, num_train_epochs=2, disable_tqdm=True, **options)
+"""
 
 
 SCRIPTS = {
@@ -51,6 +85,11 @@ SCRIPTS = {
             "trainer.train(": "trainer.train()",
         },
         (5, 11, 14, 22),
+        kinds={
+            "split": {"args = ": TRAINER_SPLIT % "FULL_STATE_DICT"},
+            "split and saved so": {"args = ": TRAINER_SPLIT % "SHARDED_STATE_DICT"},
+            "adapters": {"args = ": TRAINER_ADAPTERS},
+        },
     ),
     "lightning": Script(
         ("lightning",),
@@ -70,6 +109,7 @@ SCRIPTS = {
             "for epoch in range(": "for epoch in range(2):",
         },
         (5, 11, 14, 22),
+        kinds={"split": {"accelerator = Accelerator(": ACCELERATE_SPLIT}},
     ),
     "torchdata": Script(
         ("torchdata",),
@@ -87,10 +127,11 @@ SCRIPTS = {
         {
             "from shade.integrations.ray import": "",
             "    loader = RayLoader(": "",
-            "    for _ in range(": "    for _ in range(2):",
+            # As Ray's pages say; our loader says the epoch itself.
+            "    for _ in range(": "    for epoch in range(2):\n"
+            "        getattr(loader.sampler, 'set_epoch', print)(epoch)",
         },
         (7, 14),
-        ranks=(1,),
     ),
 }
 
@@ -98,8 +139,9 @@ SCRIPTS = {
 def said(script: Path, folder: Path, ranks: int, kill: int | None) -> list[str]:
     """Runs a script, which is killed after a step or ends; returns what it said."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    words = [] if "TorchTrainer" in script.read_text() else words  # Ray starts the ranks
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {} if kill is None else {"KILL": str(kill)}
+    environment |= {"RANKS": str(ranks)} | ({} if kill is None else {"KILL": str(kill)})
     folder.mkdir(exist_ok=True)
     ended = subprocess.run(
         [sys.executable, *words, str(script), str(folder)],
@@ -111,14 +153,21 @@ def said(script: Path, folder: Path, ranks: int, kill: int | None) -> list[str]:
     return [line for line in ended.stdout.splitlines() if line.split(" ")[0] in ("loss", "eval_loss", "weights")]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name in SCRIPTS for ranks in SCRIPTS[name].ranks])
-def test_three_lines_outlive_kills(name: str, ranks: int, tmp_path: Path) -> None:
+def ways() -> list[Any]:
+    ways = [(name, ranks, "whole") for name, script in SCRIPTS.items() for ranks in script.ranks]
+    ways += [(name, 2, kind) for name, script in SCRIPTS.items() for kind in script.kinds]
+    return [pytest.param(*way, id="-".join(map(str, way))) for way in ways]
+
+
+@pytest.mark.parametrize(("name", "ranks", "kind"), ways())
+def test_three_lines_outlive_kills(name: str, ranks: int, kind: str, tmp_path: Path) -> None:
     ours, script = SCRIPTS[name], tmp_path / "script.py"
-    for package in ours.needs:
+    for package in (*ours.needs, *(("peft",) if kind == "adapters" else ())):
         pytest.importorskip(package, exc_type=ImportError)
     text = (ROOT / "tests" / "support" / "programs" / f"script_{name}.py").read_text()
+    text = changed(text, ours.kinds.get(kind, {}))
     assert len(ours.ours) == 3
-    plain = ours.plain(text)
+    plain = changed(text, ours.ours)
     assert "import shade" not in plain
     assert "from shade" not in plain
     script.write_text(text)

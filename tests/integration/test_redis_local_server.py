@@ -85,6 +85,23 @@ def test_the_server_ends_with_its_owner(
     assert not folder.exists()
 
 
+def test_an_owner_that_kills_its_children_first_leaves_no_server(
+    owner: tuple[subprocess.Popen[str], str, list[int]],
+) -> None:
+    """As a worker of Ray does at its end."""
+    process, url, (server,) = owner
+    watchdog = subprocess.run(["ps", "-o", "ppid=", "-p", f"{server}"], capture_output=True, text=True, check=True)
+    os.kill(int(watchdog.stdout), signal.SIGKILL)
+    process.kill()
+    process.wait(30)
+    assert _gone_within(10, server)
+    folder = Path(url.removeprefix("unix://").partition("?")[0]).parent
+    deadline = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("owner", [["child"]], indirect=True)
 def test_a_forked_child_that_lives_on_does_not_keep_the_server(
     owner: tuple[subprocess.Popen[str], str, list[int]],

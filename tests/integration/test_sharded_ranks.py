@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import random
 import re
 import signal
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard, init_device_mesh
+from torch.distributed.nn import all_reduce
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard, distribute_tensor, init_device_mesh
 
 from shade.checkpoint import Checkpointer, load_weights
 from shade.cli import main
@@ -236,6 +239,161 @@ def test_what_cannot_be_split_anew_is_refused(
 
     for refusal in on_ranks(2, attach, tmp_path):
         assert re.search(said, refusal or "nothing")
+
+
+class Experts(nn.Module):
+    """Experts that each rank of a mesh has some of; their outputs are summed over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_EDD = nn.Parameter(torch.randn(4, 6, 6) / 3)
+        self.bias_ED = nn.Parameter(torch.zeros(4, 6))
+
+    def forward(self, x_TD: torch.Tensor, gate_TE: torch.Tensor) -> torch.Tensor:
+        weight, bias, mesh = self.weight_EDD, self.bias_ED, None
+        if isinstance(weight, DTensor) and isinstance(bias, DTensor):
+            mesh, weight, bias = weight.device_mesh, weight.to_local(), bias.to_local()
+            first = mesh.get_local_rank() * len(weight)
+            gate_TE = gate_TE[:, first : first + len(weight)]
+        y_TED = (torch.einsum("td,edh->teh", x_TD, weight) + bias).tanh()
+        y_TD = torch.einsum("teh,te->th", y_TED, gate_TE)
+        return y_TD if mesh is None else all_reduce(y_TD, group=mesh.get_group())
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, experts, and what is dense around them."""
+
+    def __init__(self, seed: int, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.dense, self.router, self.experts = nn.Linear(6, 6), nn.Linear(6, 4, bias=False), Experts()
+        if mesh is not None:  # as torchtitan does it: experts over "ep", shards of them and of all else over the others
+            for name, each in [*self.experts.named_parameters()]:
+                split = nn.Parameter(distribute_tensor(each, mesh["ep"], [Shard(0)]))
+                self.experts.register_parameter(name, split)
+            fully_shard(self.experts, mesh=mesh["dp"])
+            fully_shard(self, mesh=init_device_mesh("cpu", (mesh.size(),)))
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        x_TD = self.dense(x_TD).tanh()
+        return x_TD + self.experts(x_TD, self.router(x_TD).softmax(-1))
+
+
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(torch.arange(18.0).reshape(3, 6).sin() * (step + 1)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_experts_over_a_mesh_of_their_own_come_back(tmp_path: Path) -> None:
+    """On the same mesh with the losses of an undisturbed run, on others with what PyTorch gathers."""
+
+    def made(seed: int, *sizes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep")) if sizes else None
+        model = MixtureOfExperts(seed, mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+
+    def save(rank: int, say: Say) -> None:
+        model, optimizer = made(0, 2, 2)
+        losses_of(model, optimizer, range(2))
+        with opened(tmp_path) as checkpointer:
+            checkpointer.attach(model=model, optimizer=optimizer)
+            checkpointer.save()
+            checkpointer.wait_copy_complete()
+            state = copy.deepcopy(whole(model, optimizer))
+            rest = losses_of(model, optimizer, range(2, 4))
+        model, optimizer = made(1, 2, 2)
+        with opened(tmp_path) as checkpointer:
+            checkpointer.attach(model=model, optimizer=optimizer)
+            assert checkpointer.restore_latest()
+        compare_states(whole(model, optimizer), state)
+        assert losses_of(model, optimizer, range(2, 4)) == rest
+        if rank == 0:
+            torch.save(state, tmp_path / "expected.pt")
+
+    def load(rank: int, say: Say) -> None:
+        for sizes in ((1, 2), (2, 1)):
+            model, optimizer = made(2, *sizes)
+            with opened(tmp_path) as checkpointer:
+                checkpointer.attach(model=model, optimizer=optimizer)
+                assert checkpointer.restore_latest()
+            compare_states(whole(model, optimizer), expected if rank == 0 else ({}, {}))
+
+    on_ranks(4, save, tmp_path)
+    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+    on_ranks(2, load, tmp_path)
+    model, optimizer = made(3)
+    with opened(tmp_path) as checkpointer:
+        checkpointer.attach(model=model, optimizer=optimizer)
+        assert checkpointer.restore_latest()
+    compare_states(whole(model, optimizer), expected)
+
+
+def compare_states(found: Any, expected: Any) -> None:
+    """PyTorch gives the gathered state to rank 0 alone."""
+    for one, other in zip(found, expected, strict=True):
+        for key in other:
+            if isinstance(other[key], dict):
+                compare_states([one[key]], [other[key]])
+            else:
+                is_tensor = isinstance(other[key], torch.Tensor)
+                same = torch.equal(one[key], other[key]) if is_tensor else one[key] == other[key]
+                assert same, key
+
+
+@pytest.mark.slow  # importing PEFT takes seconds
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_of_peft_come_back_with_what_they_adapt(ranks: int, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        parts = {"dense": nn.Linear(6, 6), "act": nn.Tanh(), "more": nn.Linear(6, 6), "head": nn.Linear(6, 2)}
+        settings = peft.LoraConfig(r=2, target_modules=["dense", "more"], modules_to_save=["head"])
+        model = peft.get_peft_model(nn.Sequential(OrderedDict(parts)), settings)
+        model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["dense"]))
+        if dist.is_initialized():
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            fully_shard(model.base_model.model.dense, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        return model, torch.optim.AdamW(trained, lr=0.1)
+
+    def train(rank: int, say: Say) -> None:
+        model, optimizer = made(0)
+        losses_of(model, optimizer, range(2))
+        with opened(tmp_path) as checkpointer:
+            checkpointer.attach(model=model, optimizer=optimizer)
+            checkpointer.save()
+            checkpointer.wait_copy_complete()
+            state = copy.deepcopy(whole(model, optimizer))
+            rest = losses_of(model, optimizer, range(2, 4))
+        model, optimizer = made(1)
+        with opened(tmp_path) as checkpointer:
+            checkpointer.attach(model=model, optimizer=optimizer)
+            assert checkpointer.restore_latest()
+        compare_states(whole(model, optimizer), state)
+        assert losses_of(model, optimizer, range(2, 4)) == rest
+        if rank == 0:
+            torch.save(state, tmp_path / "expected.pt")
+
+    if ranks == 1:
+        train(0, print)
+    else:
+        on_ranks(ranks, train, tmp_path)
+    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+    assert any("lora_A.second" in name for name in expected[0])
+    model, optimizer = made(2)
+    with opened(tmp_path) as checkpointer:
+        checkpointer.attach(model=model, optimizer=optimizer)
+        assert checkpointer.restore_latest()
+    compare_states(whole(model, optimizer), expected)
 
 
 @pytest.mark.slow

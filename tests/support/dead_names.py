@@ -55,7 +55,6 @@ OTHERS: dict[str, str] = {
     "process_vm_readv": "Linux",
     "passthrough_ll": "libfuse",
     "AWS_PROFILE": "AWS",
-    "save_total_limit": "transformers",
     "snapshot_every_n_steps": "torchdata",
     "CheckpointIO": "Lightning",
     "load_from_checkpoint": "Lightning",

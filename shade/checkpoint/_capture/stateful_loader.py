@@ -52,8 +52,8 @@ class StatefulLoader(Resumed):
 
     def check(self, name: str, state: Mapping[str, Any]) -> None:
         """Raises a StateMismatchError if the loader was saved with another number of workers."""
-        saved = _main_state(state).get("_num_workers", 0)
-        if state and saved != self.loader.num_workers:
+        saved = (main := _main_state(state)).get("_num_workers", 0 if "_num_yielded" in main else None)
+        if saved not in (None, self.loader.num_workers):  # None: a subclass has a state of its own
             raise StateMismatchError.of(
                 f"{name!r} with num_workers={saved}, as it was saved",
                 f"num_workers={self.loader.num_workers}",

@@ -1,9 +1,9 @@
 """Starts and stops Redis servers on this machine that live no longer than the process that started them.
 
-A watchdog guarantees that: a shell (1 MB) that starts the server and then waits to read from a pipe whose other end
-only the owner holds. When the owner is gone, whatever killed it, the kernel closes the pipe, and the watchdog kills the
-server and removes its directory. Not covered: SIGKILL to the watchdog and its owner together, as at a cgroup's end; the
-server dies too, and only its directory is left.
+A watchdog guarantees that: a shell (1 MB, and two that it forks) that starts the server and then waits to read from a
+pipe whose other end only the owner holds. When the owner is gone, whatever killed it, the kernel closes the pipe, and
+the watchdog kills the server and removes its directory. Not covered: SIGKILL to all of them together, as at a cgroup's
+end; the server dies too, and only its directory is left.
 
 A server gets its settings in a file inside a directory of mode 0700, never on the command line, where ``ps`` would show
 a password.
@@ -47,16 +47,15 @@ LOOPBACK: Final = "127.0.0.1"
 MAX_SOCKET_PATH: Final = 100
 """The kernel takes 107 bytes of path, on other systems 103."""
 
-# `read` returns when the owner closes the pipe, or when the kernel does it for a dead owner.
-# SIGKILL also ends a stopped server, and a cache has nothing to save.
+# `read` returns when the owner closes the pipe, or the kernel does it for a dead owner. What it is piped to outlives
+# a watchdog that a worker of Ray kills as it ends. SIGKILL also ends a stopped server: a cache has nothing to save.
 _WATCHDOG: Final = """
 trap '' HUP INT TERM
 private=$1; shift
 "$@" & server=$!
 echo "$server"; exec >/dev/null
-read -r _
-kill -KILL "$server"; wait "$server"
-[ -z "$private" ] || rm -rf -- "$private"
+read -r _ | { read -r _; kill -KILL "$server"; [ -z "$private" ] || rm -rf -- "$private"; }
+wait "$server"
 """
 
 

@@ -40,6 +40,7 @@ for epoch in range(loader.epoch, 2):
             print(f"loss {steps()} {loss.item()!r}", flush=True)
     if accelerator.is_main_process:
         print(f"eval_loss {steps()} {epoch} {scheduler.get_last_lr()}", flush=True)
+whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
 if accelerator.is_main_process:
-    print(f"weights 0 {[each.double().sum().item() for each in model.parameters()]}")
+    print(f"weights 0 {[each.double().sum().item() for each in whole]}")
 accelerator.end_training()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ray
 import torch
-from ray.train import RunConfig, ScalingConfig
+from ray.train import RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,9 +15,10 @@ from shade.integrations.ray import RayLoader
 
 
 def say(config, line):
-    """Keeps a line for the script, which prints it."""
-    with Path(config["folder"], "said").open("a") as said:
-        said.write(line)
+    """Keeps a line of the first worker for the script, which prints it."""
+    if get_context().get_world_rank() == 0:
+        with Path(config["folder"], "said").open("a") as said:
+            said.write(line)
 
 
 def train(config):
@@ -45,11 +46,10 @@ def train(config):
 
 folder = Path(sys.argv[1]).resolve()
 settings = {"folder": str(folder), "kill": os.environ.get("KILL", "")}
-ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+ray.init(num_cpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
 running = RunConfig(name="ray", storage_path=str(folder))
-trainer = TorchTrainer(
-    train, train_loop_config=settings, run_config=running, scaling_config=ScalingConfig(num_workers=1)
-)
+workers = ScalingConfig(num_workers=int(os.environ["RANKS"]))
+trainer = TorchTrainer(train, train_loop_config=settings, run_config=running, scaling_config=workers)
 try:
     trainer.fit()
 finally:

@@ -36,5 +36,6 @@ args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True, num_train_epochs=
 trainer = Trainer(model, args, train_dataset=text, eval_dataset=text, callbacks=[Say()])
 saver = ShadeTrainerCallback(trainer, persist_to=f"{sys.argv[1]}/snapshots", every=3)
 trainer.train(resume_from_checkpoint=saver.restore())
+whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in trainer.model.parameters()]
 if trainer.is_world_process_zero():
-    print(f"weights 0 {[each.double().sum().item() for each in model.parameters()]}")
+    print(f"weights 0 {[each.double().sum().item() for each in whole]}")

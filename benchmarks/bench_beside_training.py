@@ -19,7 +19,7 @@ Method
     0.9 is found to a tenth, and one accelerator is said to need 0.8 s for a batch: so many are fed.
 
     Rounds are interleaved: every loader once, then all again. Rows are appended to OUT/beside-training.jsonl as runs
-    end; the same command goes on where it was interrupted, and draws the table from what is there.
+    end; the same command continues where it was interrupted, and draws the table from what is there.
 
 The rule, written before the first result
     1. Loading costs a training nothing where the step's time is at most 1.02 × that with data in memory.

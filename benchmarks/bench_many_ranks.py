@@ -5,7 +5,7 @@ Question
     others, at the first save and later, and how much memory does it need?
 
 Method
-    One process is one rank of a process group that connects nobody (PyTorch's "fake" backend). Each tensor is a
+    One process is one rank of a process group that connects no others (PyTorch's "fake" backend). Each tensor is a
     DTensor of WORLD × 64 numbers over all ranks, or with --replicas over a part of them (HSDP). The agreement gets
     this rank's own message from every rank, encoded and decoded as the messages of 2,048 ranks would be. The network is
     left out: of one save a rank sends one such message and a few short ones.

@@ -9,7 +9,7 @@ Method: *text*: streaming Parquet of Hugging Face, 2 KB of text a row; *line*: 6
 that recording costs shows. All ways take turns in each round, with 0, 1 and 2 workers; for each the best number of
 workers by its median. A resume begins with the objects and ends with the first batch.
 
-    python benchmarks/bench_recorded.py --folder /nvme/bench --rounds 3 --out recorded.jsonl    # goes on where it ended
+    python benchmarks/bench_recorded.py --folder /nvme/bench --rounds 3 --out recorded.jsonl   # continues if stopped
     python benchmarks/bench_recorded.py --report recorded.jsonl
 
 Decision 0059 has the result and what follows from it.

@@ -154,15 +154,15 @@ def _add_cache(verbs: Any) -> None:
     up.add_argument("--replicas", type=int, metavar="N", help="of each primary (0)")
     up.add_argument("--memory", metavar="BYTES", help="limit of each server, as 8GiB (none)")
     up.add_argument("--ports", type=int, nargs="+", default=(), metavar="PORT", help="one for each server (free ones)")
+    up.add_argument(
+        "--join", metavar="HOST:PORT", help="start one node of a cluster on several machines: the same address on all"
+    )
     warm = actions.add_parser("warm", help="fill a cache with what a job's first epoch reads", epilog=_CACHE_EXAMPLES)
     warm.add_argument("function", metavar="MODULE:FUNCTION", help="returns (dataset, sampler), as the job makes them")
     warm.add_argument("--bytes", metavar="BYTES", help="take in at most so much, as 20GiB (what fits)")
     warm.add_argument("--seconds", type=float, metavar="S", help="begin no read after so long (none)")
     warm.add_argument("--machine", default="0/1", metavar="I/N", help="this is machine I of N, from 0 (0/1)")
     warm.set_defaults(answer=_warm)
-    up.add_argument(
-        "--join", metavar="HOST:PORT", help="start one node of a cluster on several machines: the same address on all"
-    )
 
 
 def _example(given: argparse.Namespace) -> int:

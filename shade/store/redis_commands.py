@@ -133,24 +133,27 @@ class RemoteStore(Store):
 
     @override
     def set_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        return [self._refusal(outcome) is None for outcome in self._write(items, ())]
+        return self._taken(self._write(items, ()))
 
     @override
     def refusals(self, items: Mapping[str, Bytes]) -> list[StoreError | None]:
-        return [self._refusal(outcome) for outcome in self._write(items, (), patient=True)]
+        away = StoreUnavailableError(f"a server of {self.url} does not answer or does not serve this slot")
+        full = StoreFullError(f"a server of {self.url} has no memory left; raise its maxmemory")
 
-    def _refusal(self, outcome: Outcome) -> StoreError | None:
-        if _is_full(outcome):
-            return StoreFullError(f"a server of {self.url} has no memory left; raise its maxmemory")
-        if isinstance(outcome, StoreUnavailableError):
-            return outcome
-        if self._answer(outcome) is None:
-            return StoreUnavailableError(f"a server of {self.url} does not answer or does not serve this slot")
-        return None
+        def refusal(outcome: Outcome) -> StoreError | None:
+            if _is_full(outcome):
+                return full
+            if isinstance(outcome, StoreUnavailableError):
+                return outcome
+            return away if self._answer(outcome) is None else None
+
+        return [refusal(outcome) for outcome in self._write(items, (), patient=True)]
 
     @override
     def add_many(self, items: Mapping[str, Bytes]) -> list[bool]:
-        outcomes = self._write(items, (b"NX",))
+        return self._taken(self._write(items, (b"NX",)))
+
+    def _taken(self, outcomes: Sequence[Outcome]) -> list[bool]:
         return [not _is_full(outcome) and self._answer(outcome) is not None for outcome in outcomes]
 
     def _write(self, items: Mapping[str, Bytes], condition: Command, patient: bool = False) -> list[Outcome]:

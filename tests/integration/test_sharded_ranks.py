@@ -290,6 +290,31 @@ def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) 
     return losses
 
 
+def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with opened(folder) as checkpointer:
+        checkpointer.attach(model=model, optimizer=optimizer)
+        assert checkpointer.restore_latest()
+
+
+def resumed_alike(folder: Path, rank: int, made: Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]) -> None:
+    """Trains, saves and trains on; another model takes the snapshot, and has the same state and losses from there.
+    PyTorch's own gathered state goes to ``expected.pt``."""
+    model, optimizer = made(0)
+    losses_of(model, optimizer, range(2))
+    with opened(folder) as checkpointer:
+        checkpointer.attach(model=model, optimizer=optimizer)
+        checkpointer.save()
+        checkpointer.wait_copy_complete()
+        state = copy.deepcopy(whole(model, optimizer))
+        rest = losses_of(model, optimizer, range(2, 4))
+    model, optimizer = made(1)
+    restore(folder, model, optimizer)
+    compare_states(whole(model, optimizer), state)
+    assert losses_of(model, optimizer, range(2, 4)) == rest
+    if rank == 0:
+        torch.save(state, folder / "expected.pt")
+
+
 @pytest.mark.slow
 def test_experts_over_a_mesh_of_their_own_come_back(tmp_path: Path) -> None:
     """On the same mesh with the losses of an undisturbed run, on others with what PyTorch gathers."""
@@ -300,22 +325,7 @@ def test_experts_over_a_mesh_of_their_own_come_back(tmp_path: Path) -> None:
         return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
 
     def save(rank: int, say: Say) -> None:
-        model, optimizer = made(0, 2, 2)
-        losses_of(model, optimizer, range(2))
-        with opened(tmp_path) as checkpointer:
-            checkpointer.attach(model=model, optimizer=optimizer)
-            checkpointer.save()
-            checkpointer.wait_copy_complete()
-            state = copy.deepcopy(whole(model, optimizer))
-            rest = losses_of(model, optimizer, range(2, 4))
-        model, optimizer = made(1, 2, 2)
-        with opened(tmp_path) as checkpointer:
-            checkpointer.attach(model=model, optimizer=optimizer)
-            assert checkpointer.restore_latest()
-        compare_states(whole(model, optimizer), state)
-        assert losses_of(model, optimizer, range(2, 4)) == rest
-        if rank == 0:
-            torch.save(state, tmp_path / "expected.pt")
+        resumed_alike(tmp_path, rank, lambda seed: made(seed, 2, 2))
 
     def load(rank: int, say: Say) -> None:
         for sizes in ((1, 2), (2, 1)):
@@ -329,9 +339,7 @@ def test_experts_over_a_mesh_of_their_own_come_back(tmp_path: Path) -> None:
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)
     on_ranks(2, load, tmp_path)
     model, optimizer = made(3)
-    with opened(tmp_path) as checkpointer:
-        checkpointer.attach(model=model, optimizer=optimizer)
-        assert checkpointer.restore_latest()
+    restore(tmp_path, model, optimizer)
     compare_states(whole(model, optimizer), expected)
 
 
@@ -366,22 +374,7 @@ def test_adapters_of_peft_come_back_with_what_they_adapt(ranks: int, tmp_path: P
         return model, torch.optim.AdamW(trained, lr=0.1)
 
     def train(rank: int, say: Say) -> None:
-        model, optimizer = made(0)
-        losses_of(model, optimizer, range(2))
-        with opened(tmp_path) as checkpointer:
-            checkpointer.attach(model=model, optimizer=optimizer)
-            checkpointer.save()
-            checkpointer.wait_copy_complete()
-            state = copy.deepcopy(whole(model, optimizer))
-            rest = losses_of(model, optimizer, range(2, 4))
-        model, optimizer = made(1)
-        with opened(tmp_path) as checkpointer:
-            checkpointer.attach(model=model, optimizer=optimizer)
-            assert checkpointer.restore_latest()
-        compare_states(whole(model, optimizer), state)
-        assert losses_of(model, optimizer, range(2, 4)) == rest
-        if rank == 0:
-            torch.save(state, tmp_path / "expected.pt")
+        resumed_alike(tmp_path, rank, made)
 
     if ranks == 1:
         train(0, print)
@@ -390,9 +383,7 @@ def test_adapters_of_peft_come_back_with_what_they_adapt(ranks: int, tmp_path: P
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)
     assert any("lora_A.second" in name for name in expected[0])
     model, optimizer = made(2)
-    with opened(tmp_path) as checkpointer:
-        checkpointer.attach(model=model, optimizer=optimizer)
-        assert checkpointer.restore_latest()
+    restore(tmp_path, model, optimizer)
     compare_states(whole(model, optimizer), expected)
 
 

@@ -5,6 +5,7 @@ The S3 server is moto's, in a process of its own, spoken to over HTTP by the sam
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import socket
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -58,6 +60,18 @@ class RefusingFileSystem(RenamingFileSystem):
 
 for _file_system in (RenamingFileSystem, RefusingFileSystem):
     fsspec.register_implementation(_file_system.protocol, _file_system, clobber=True)
+
+
+@contextlib.contextmanager
+def public_objects(contents: Mapping[str, bytes]) -> Iterator[S3Server]:
+    """Serves objects of these names, which anyone may read; one whose name ends in ``.gz`` is said to be compressed."""
+    with S3Server() as server, pytest.MonkeyPatch.context() as variables:
+        server.make_bucket(variables)
+        files = fsspec.filesystem("s3", skip_instance_cache=True)
+        for name, content in contents.items():
+            more = {"ContentEncoding": "gzip"} if name.endswith(".gz") else {}
+            files.pipe(f"s3://{BUCKET}/{name}", content, ACL="public-read", **more)
+        yield server
 
 
 class S3Server:

@@ -80,7 +80,7 @@ class LockRecord:
 
 @dataclass(frozen=True)
 class _LockBackend:
-    """Where a lock record lies."""
+    """The place of a lock record."""
 
     read: Callable[[], bytes | None]
     write: Callable[[bytes], object]

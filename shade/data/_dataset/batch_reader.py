@@ -30,7 +30,6 @@ from shade.data._source import item_codec, item_columns
 from shade.data._source.content import fingerprints_in, innermost_transform
 from shade.data._source.source import (
     FreshItem,
-    GrowingSource,
     ItemSource,
     PreparedSource,
     SampleSource,
@@ -192,8 +191,7 @@ class BatchReader:
         """Sets the random generators before each batch, once `BatchGenerators.follow` has set the epoch."""
 
     def __len__(self) -> int:
-        source = self._source
-        return source.num_readable if isinstance(source, GrowingSource) else len(source.payload_bytes_N)
+        return self._source.num_readable
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_log_fd": None}

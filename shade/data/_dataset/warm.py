@@ -25,7 +25,7 @@ _CHUNK: Final = 128
 
 @dataclass
 class Warmed:
-    """What `warm` has done in one tier."""
+    """The result of `warm` in one tier."""
 
     url: str
     num_samples: int = 0

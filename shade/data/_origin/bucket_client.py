@@ -45,11 +45,11 @@ class BucketClient:
         if version is not None or ":" in bucket:
             raise ValueError("a version, or an access point")
         store = self._buckets.get(bucket) or self._buckets.setdefault(bucket, self._opened(bucket))
-        if start is None and stop is None:
-            return bytes(memoryview(store.get(key).bytes()))
         if stop is not None:
-            return bytes(memoryview(store.get_range(key, start=start or 0, end=stop)))
-        return bytes(memoryview(store.get(key, options={"range": {"offset": start}}).bytes()))
+            content = store.get_range(key, start=start or 0, end=stop)
+        else:
+            content = store.get(key, options=None if start is None else {"range": {"offset": start}}).bytes()
+        return bytes(memoryview(content))
 
     def _opened(self, bucket: str) -> Any:
         client = sync(self._file_system.loop, self._file_system.set_session)

@@ -1,4 +1,4 @@
-"""What a `ReaderProcess` does: reads for its parent until that closes the control socket."""
+"""Reads for the parent of a `ReaderProcess`, until that closes the control socket."""
 
 from __future__ import annotations
 

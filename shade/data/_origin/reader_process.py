@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import pickle
-import select
 import socket
 import subprocess
 import sys
@@ -66,10 +65,13 @@ class ReaderProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has started. Raises ReaderLostError if it has ended."""
-        if not self._is_ready and select.select([self._control], [], [], 0)[0]:
+        """Returns whether it has started. Raises ReaderLostError if it has ended."""
+        if not self._is_ready:
             try:
-                self._is_ready = bool(self._control.recv(1))
+                # It says so once; another thread may have heard it since.
+                self._is_ready = bool(self._control.recv(1, socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                return self._is_ready
             except OSError as error:
                 raise ReaderLostError(str(error)) from error
             if not self._is_ready:

@@ -217,13 +217,17 @@ class UrlOrigin(UrlReads):
 
     def _read_apart(self, paths: Sequence[FileOrRange], sizes: Sequence[int] | None) -> list[bytes | OSError] | None:
         """Reads through the other process; None if there is none, or not yet."""
+        reader = self._started()
+        if reader is None:
+            return None
         try:
-            reader = self._started()
-            return reader.read(paths, sizes) if reader is not None and reader.is_ready else None
+            return reader.read(paths, sizes) if reader.is_ready else None
         except ReaderLostError as error:
-            if not self._reads_alone:
-                self._reads_alone = True
+            with self._making:
+                is_news, self._reads_alone = not self._reads_alone, True
+            if is_news:
                 logger.warning("the process that reads URLs has ended (%s); this process reads them itself", error)
+                reader.close()
             return None
 
     def _started(self) -> ReaderProcess | None:

@@ -24,14 +24,14 @@ from shade.data._dataset.code_digest import CodeDigest, HeldGeneratorError, Unna
 from shade.data._recorded.recorder import Recorder, another_stream, encoded
 from shade.data._recorded.recording import Recording
 from shade.data._source import item_codec, item_columns
-from shade.data._source.source import CountOrigin, GrowingSource, checked_index
+from shade.data._source.source import CountOrigin, SampleSource, checked_index
 from shade.errors import BadSampleError, ConfigError
 
 _POLL_SECONDS = 0.0005, 0.01
 """First and longest wait between two looks at what is recorded."""
 
 
-class Recorded(Dataset[Any], GrowingSource):
+class Recorded(Dataset[Any], SampleSource):
     """The items of a stream, recorded once: map-style as soon as the stream has ended.
 
     `RecordedSampler` deals them in the first epoch, while they are recorded. Any rank may record; all others, on this
@@ -204,10 +204,6 @@ class Recorded(Dataset[Any], GrowingSource):
     def decode(self, index: int, payload: Any) -> tuple[Any, ...]:
         item = self._item(index, payload)
         return item if isinstance(item, tuple) else (item,)
-
-    @override
-    def rest_of(self, index: int) -> tuple[Any, ...]:
-        raise IndexError(f"expected no question about {self.name_of(index)} before it is decoded")
 
     @override
     def name_of(self, index: int) -> str:

@@ -44,12 +44,12 @@ def _wait() -> None:
     _forks[-1] = _making.acquire(timeout=_END_SECONDS)  # not for ever: the item may wait for what is being forked
 
 
-def _go_on() -> None:
+def _release() -> None:
     if _forks.pop():
         _making.release()
 
 
-os.register_at_fork(before=_wait, after_in_parent=_go_on, after_in_child=_go_on)
+os.register_at_fork(before=_wait, after_in_parent=_release, after_in_child=_release)
 
 
 class _StoppedError(Exception):
@@ -68,7 +68,7 @@ class Recorder:
         self._states: list[tuple[int, Any]] = []
         self._stopped, self._sealed = threading.Event(), (time.monotonic(), 0)
         self.error: BaseException | None = None
-        """What ended it, if it is neither `close` nor the stream's end."""
+        """The error that ended it."""
         self.thread = threading.Thread(target=self._run, name="shade-recorder", daemon=True)
         self.thread.start()
 

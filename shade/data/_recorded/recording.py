@@ -117,7 +117,7 @@ class Recording:
 
     @property
     def wanted(self) -> int:
-        """How many items are asked for."""
+        """Returns how many items are asked for."""
         return int.from_bytes(os.pread(self._wanted, _NUMBER.size, 0), "little")
 
     @wanted.setter

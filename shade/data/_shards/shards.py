@@ -424,10 +424,6 @@ class ShardSource(NearSource):
         return item if isinstance(item, tuple) else (item,)
 
     @override
-    def rest_of(self, index: int) -> tuple[Any, ...]:
-        raise IndexError(f"expected no question about {self.name_of(index)} before it is decoded")
-
-    @override
     def name_of(self, index: int) -> str:
         return self.shards.name_of(index)
 

@@ -91,9 +91,16 @@ class SampleSource(Protocol):
         """Returns the item as a tuple, before the transforms of `ShadeDataset`. Raises `BadSampleError`."""
         ...
 
+    @property
+    def num_readable(self) -> int:
+        """Returns how many samples can be read. Those of a stream that is being recorded become more, and until its end
+        is known, ``payload_bytes_N`` raises TypeError."""
+        return len(self.payload_bytes_N)
+
     def rest_of(self, index: int) -> tuple[Any, ...]:
-        """Returns what comes with the sample, if it ``has_pictures``."""
-        ...
+        """Returns what comes with the sample, if it ``has_pictures``; else raises, because an item is not known before
+        it is decoded."""
+        raise IndexError(f"expected no question about {self.name_of(index)} before it is decoded")
 
     def name_of(self, index: int) -> str:
         """Returns the sample's name in an error: its path, if it has one."""
@@ -129,16 +136,6 @@ class NearSource(SampleSource):
     @abstractmethod
     def read_near(self, indices: list[int]) -> dict[int, Any]:
         """Returns the payloads of those samples that are near."""
-        ...
-
-
-class GrowingSource(SampleSource):
-    """A source that may be read while it grows. Until its end is known, ``payload_bytes_N`` raises TypeError."""
-
-    @property
-    @abstractmethod
-    def num_readable(self) -> int:
-        """Returns how many samples there are by now."""
         ...
 
 
@@ -415,10 +412,6 @@ class ItemSource(SampleSource):
                 f"a list of {kinds}",
                 "return a tuple: (image, label); or ([…],) if the list is one value",
             )
-
-    def rest_of(self, index: int) -> tuple[Any, ...]:
-        """Raises, because an item is not known before it is decoded."""
-        raise IndexError(f"expected no question about {self.name_of(index)} before it is decoded")
 
     def name_of(self, index: int) -> str:
         """Returns the sample's index, because it has no path."""

@@ -12,13 +12,16 @@ import fsspec
 import pytest
 
 from shade.data._origin.bucket_client import BucketClient
-from tests.support.storage_servers import BUCKET, S3Server
+from tests.support.storage_servers import BUCKET, S3Server, public_objects
 
 pytestmark = pytest.mark.multiprocess
 pytest.importorskip("obstore", reason="pip install 'torch-shade[s3]'")
 
 NAMES = ["plain.bin", "two words+100%.bin", "naïve/ünder=score&more?.bin", "deep/er/~tilde,(1).bin", "a#b%20c.bin"]
-CONTENTS = {name: f"{number}" * 500 for number, name in enumerate(NAMES)} | {"empty.bin": "", "gz": "not compressed"}
+CONTENTS = {name: f"{number}" * 500 for number, name in enumerate(NAMES)} | {
+    "empty.bin": "",
+    "said.gz": "not compressed",
+}
 
 SCRIPT = """
 import json, sys
@@ -46,12 +49,7 @@ print(json.dumps([found, num_logins]))
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[S3Server]:
-    with S3Server() as server, pytest.MonkeyPatch.context() as variables:
-        server.make_bucket(variables)
-        files = fsspec.filesystem("s3", skip_instance_cache=True)
-        for name, content in CONTENTS.items():
-            more = {"ContentEncoding": "gzip"} if name == "gz" else {}
-            files.pipe(f"s3://{BUCKET}/{name}", content.encode(), ACL="public-read", **more)
+    with public_objects({name: content.encode() for name, content in CONTENTS.items()}) as server:
         yield server
 
 

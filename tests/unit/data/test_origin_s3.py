@@ -12,7 +12,7 @@ import pytest
 from shade.data._origin import url_origin as module
 from shade.data._origin.origin import ByteRange
 from shade.data._origin.url_origin import UrlOrigin
-from tests.support.storage_servers import BUCKET, S3Server
+from tests.support.storage_servers import BUCKET, S3Server, public_objects
 
 pytestmark = pytest.mark.multiprocess
 
@@ -21,12 +21,7 @@ NAMES = ("plain.bin", "two words+100%.bin", "naïve/ünder=score&more?.bin", "de
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[S3Server]:
-    with S3Server() as server, pytest.MonkeyPatch.context() as variables:
-        server.make_bucket(variables)
-        files = fsspec.filesystem("s3", skip_instance_cache=True)
-        for number, name in enumerate(NAMES):
-            files.pipe(f"s3://{BUCKET}/{name}", b"%d" % number * 500, ACL="public-read")
-        files.pipe(f"s3://{BUCKET}/said-to-be.gz", b"not compressed", ContentEncoding="gzip")
+    with public_objects(dict(zip(NAMES, CONTENTS, strict=True)) | {"said-to-be.gz": b"not compressed"}) as server:
         yield server
 
 

@@ -24,7 +24,7 @@ from shade.data._origin.reader_process import _error as error_of
 from shade.data._origin.url_origin import UrlOrigin, UrlReads
 from shade.errors import DataError
 from shade.process import is_running
-from tests.support.storage_servers import BUCKET, S3Server
+from tests.support.storage_servers import BUCKET, S3Server, public_objects
 from tests.support.web_server import WebServer, serving
 
 pytestmark = pytest.mark.multiprocess
@@ -36,12 +36,7 @@ CONTENTS = {name: b"%d" % number * 500 for number, name in enumerate(NAMES)} | {
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[S3Server]:
-    with S3Server() as server, pytest.MonkeyPatch.context() as variables:
-        server.make_bucket(variables)
-        files = fsspec.filesystem("s3", skip_instance_cache=True)
-        for name, content in CONTENTS.items():
-            files.pipe(f"s3://{BUCKET}/{name}", content, ACL="public-read")
-        files.pipe(f"s3://{BUCKET}/said-to-be.gz", b"not compressed", ContentEncoding="gzip", ACL="public-read")
+    with public_objects(CONTENTS | {"said-to-be.gz": b"not compressed"}) as server:
         yield server
 
 

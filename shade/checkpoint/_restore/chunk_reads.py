@@ -44,11 +44,8 @@ class ChunkReads:
             self._begun.update(dict.fromkeys(((manifest.rank, number) for number in part), reading))
 
     def finish(self, manifest: Manifest, numbers: Sequence[int]) -> None:
-        """Waits for chunks that were begun.
-
-        Raises:
-            CorruptCheckpointError: A chunk is lost in every copy; the content of all of them is undefined.
-        """
+        """Waits for chunks that were begun. Raises CorruptCheckpointError if one is lost in every copy; the content of
+        all of them is undefined then."""
         reads = list(dict.fromkeys(self._begun[manifest.rank, number] for number in numbers))
         wait(reads)
         for reading in reads:

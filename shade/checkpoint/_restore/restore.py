@@ -204,19 +204,6 @@ class _Place:
     """Ranks whose machine's memory has it."""
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Postpones Python's garbage collection: a full one, of all that PyTorch has imported, takes longer than to plan a
-    restore, and is as well done while threads read."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class _Attempt:
     """One attempt to read one snapshot, on one rank."""
 
@@ -254,20 +241,19 @@ class _Attempt:
     def _read(self, places: Sequence[_Place]) -> ReadSnapshot:
         record, group = self._snapshot.record, self._group
         result = ReadSnapshot(record, [], self._snapshot.sources, None, {}, self._newest_sequence, [])
-        with _no_collection():
-            shards = self._open(places)
-            result.trees = [part_of(manifest.tree, self._only) for manifest, _ in shards]
-            result.tree = completed(result.trees[group.rank % record.world_size], result.trees)
-            for manifest, arena in shards:
-                wanted = self._entries(manifest, with_parts=True)
-                result.tensors |= arena.tensors(wanted)
-                items = manifest.bounds.items()  # a bound of 0: the lossy codec was exact after all
-                result.bounds |= {name: bound for name, bound in items if name in wanted and bound.max_abs > 0}
-            needed = self._needed(result.tree, result.tensors, self._only) if self._needed is not None else {}
-            spans = [spans_of(manifest, needed) for manifest, _ in shards]
-            for (manifest, arena), here, place in zip(shards, spans, places, strict=True):
-                if here and not place.num_near:
-                    self._reads.begin(manifest, arena, manifest.chunks_between(here.values()))
+        shards = self._open(places)
+        result.trees = [part_of(manifest.tree, self._only) for manifest, _ in shards]
+        result.tree = completed(result.trees[group.rank % record.world_size], result.trees)
+        for manifest, arena in shards:
+            wanted = self._entries(manifest, with_parts=True)
+            result.tensors |= arena.tensors(wanted)
+            items = manifest.bounds.items()  # a bound of 0: the lossy codec was exact after all
+            result.bounds |= {name: bound for name, bound in items if name in wanted and bound.max_abs > 0}
+        needed = self._needed(result.tree, result.tensors, self._only) if self._needed is not None else {}
+        spans = [spans_of(manifest, needed) for manifest, _ in shards]
+        for (manifest, arena), here, place in zip(shards, spans, places, strict=True):
+            if here and not place.num_near:
+                self._reads.begin(manifest, arena, manifest.chunks_between(here.values()))
         result.arenas = [(arena, manifest) for manifest, arena in shards]
         for (manifest, arena), place in zip(shards, places, strict=True):
             wanted = self._entries(manifest)
@@ -446,6 +432,20 @@ def read_newest_alone(
     return found
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Postpones Python's garbage collection: a full one visits all that PyTorch has imported, which takes longer than
+    to plan a restore, and what planning makes is free without it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_no_collection()
 def restore_app_state(
     reader: Reader, group: RankGroup, contents: AppState, step: int | None, only: Sequence[str] | None
 ) -> tuple[Restored, ReadSnapshot | None]:

@@ -43,8 +43,9 @@ import numpy.typing as npt
 import xxhash
 from typing_extensions import override
 
+from shade.data._origin.hub import commits_of, is_at_commit, is_hub, moved
 from shade.data._origin.origin import ByteRange, Origin
-from shade.data._origin.url_origin import Entry, describe_many, is_url, list_folder, open_file_system
+from shade.data._origin.url_origin import Entry, at_commits, describe_many, is_url, list_folder, open_file_system
 from shade.data._shards.blocks import BLOCK_BYTES, Block
 from shade.data._source.content import STAT_THREADS
 from shade.errors import ConfigError, DataError, shown_place, without_login
@@ -384,7 +385,7 @@ class ShardIndex:
 
     def path_of(self, shard: int) -> Path:
         """Returns the path of a shard's index."""
-        url = self.entries[shard].url
+        url = self.entries[shard].named or self.entries[shard].url
         name = url.rpartition("/")[2].partition("?")[0][-80:]
         return Path(
             self._folder, f"{name}-{xxhash.xxh3_64_hexdigest(f'{_VERSION} {url}{self._identity}'.encode())}.index"
@@ -440,6 +441,8 @@ class ShardIndex:
 
     def _compare(self, shard: int) -> None:
         entry = self.entries[shard]
+        if is_at_commit(entry.url):
+            return
         (now,) = describe_shards([entry.url], self._options, is_known=True)
         if now != entry:
             raise self._changed(shard, entry, now)
@@ -456,11 +459,13 @@ class ShardIndex:
 
     def _changed(self, shard: int, before: Entry, now: Entry, *, num_changed: int = 1) -> DataError:
         path, others = self.path_of(shard), "" if num_changed == 1 else f" and {num_changed - 1} others"
+        is_there = is_at_commit(before.url)
+        restore = f"name what is there still, {commits_of([before.url])}/…" if is_there else "restore the shard"
         return DataError.of(
             f"{shown_place(before.url)}{others} to be what it was when its index was made ({before.num_bytes} bytes, "
             f"{before.version})",
             f"{now.num_bytes} bytes, {now.version}",
-            f"restore the shard; or, if it was changed on purpose, remove "
+            f"{restore}; or, if it was changed on purpose, remove "
             f"{path if num_changed == 1 else path.with_name('*.index')} and begin anew",
         )
 
@@ -469,15 +474,18 @@ class ShardIndex:
         since."""
         entry = self.entries[shard]
         before, scan = self._load(shard)
-        if scan is not None and before == entry:
+        if scan is not None and _is_same(before, entry):
             return scan
         path = self.path_of(shard)
         with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another rank or job made it while this one waited for the lock.
             before, old = self._load(shard)
-            if old is not None and before == entry:
+            if old is not None and _is_same(before, entry):
                 return old
+            # A hash of git says that its content is another, wherever its samples lie.
+            if old is not None and is_at_commit(entry.url):
+                return before
             try:
                 scan = shard_format.scan(ShardFile(origin, entry))
             except OSError as error:
@@ -504,15 +512,21 @@ class ShardIndex:
         except ValueError as error:
             logger.warning("the index %s is damaged (%s); it is made again", path, error)
             return entry, None
-        return Entry(entry.url, header["bytes"], header["is"]), scan
+        return Entry(header["url"], header["bytes"], header["is"]), scan
+
+
+def _is_same(before: Entry, now: Entry) -> bool:
+    # The URLs may name two commits of the Hub that have the same file.
+    return (before.num_bytes, before.version) == (now.num_bytes, now.version)
 
 
 def describe_shards(urls: Sequence[str], options: Mapping[str, Any], *, is_known: bool = False) -> list[Entry]:
     """Returns what servers or file systems say of shards now, in order, as `describe_many` does; raises DataError if
     one is missing."""
     if is_url(urls[0]):
-        # fsspec keeps listings, which may be older than the shards.
-        open_file_system(urls[0], options).invalidate_cache()
+        # fsspec keeps listings, which may be older than the shards; those of the Hub are asked for anew.
+        if not is_hub(urls[0]):
+            open_file_system(urls[0], options).invalidate_cache()
         return describe_many(urls, options, is_known=is_known)
     with ThreadPoolExecutor(min(STAT_THREADS, len(urls))) as pool:
         return list(pool.map(_described, urls)) if len(urls) > 1 else [_described(urls[0])]
@@ -539,16 +553,18 @@ def _numbered(pattern: str) -> list[str]:
     return [each for name in names for each in _numbered(name)]
 
 
-def listed_shards(shards: Any, options: Mapping[str, Any], suffixes: Container[str]) -> list[str]:
+def listed_shards(shards: Any, options: Mapping[str, Any], suffixes: Container[str]) -> dict[str, str]:
     """Returns the shards that patterns stand for, each once, in the order of their names within a pattern; a folder
-    stands for the files in it that end in one of the suffixes."""
-    patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
-    urls = dict.fromkeys(
-        url for pattern in patterns for name in _numbered(os.fspath(pattern)) for url in _found(name, options, suffixes)
-    )
+    stands for the files in it that end in one of the suffixes. Each has the name that the user knows it by, which
+    differs from its own for the Hub's branches."""
+    patterns = [os.fspath(each) for each in ([shards] if isinstance(shards, (str, os.PathLike)) else shards)]
+    roots = at_commits(patterns, options)
+    names = [name for pattern in patterns for name in _numbered(moved(pattern, roots))]
+    named = {now: root for root, now in roots.items()}
+    urls = {url: moved(url, named) for name in names for url in _found(name, options, suffixes)}
     if not urls:
         raise DataError.of("shards", shards, "check the path")
-    return list(urls)
+    return urls
 
 
 def _found(name: str, options: Mapping[str, Any], suffixes: Container[str]) -> list[str]:

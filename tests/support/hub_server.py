@@ -24,6 +24,7 @@ TOKEN = "hf_of_the_test"
 _KINDS = r"(?:datasets|models|spaces|buckets)"
 _INFO = re.compile(rf"/api/({_KINDS})/([^/]+/[^/]+)(?:/revision/([^/]+))?")
 _TREE = re.compile(r"/api/(datasets|models|spaces)/([^/]+/[^/]+)/tree/([^/]+)(?:/(.*))?")
+_PATHS = re.compile(r"/api/(datasets|models|spaces)/([^/]+/[^/]+)/paths-info/([^/]+)")
 _BUCKET_TREE = re.compile(r"/api/(buckets)/([^/]+/[^/]+)/tree()(?:/(.*))?")
 _RESOLVE = re.compile(r"/(?:(datasets|spaces)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _BUCKET_RESOLVE = re.compile(r"/(buckets)/([^/]+/[^/]+)/resolve()/(.+)")
@@ -107,7 +108,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 class _HubHandler(_Handler):
     def do_POST(self) -> None:
-        self._send(404)
+        found = _PATHS.fullmatch(urlsplit(self.path).path)
+        text = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        if found is None or self._count("paths"):
+            return None if found else self._send(404)
+        files = self._files(*found.groups())
+        if files is None:
+            return None
+        paths = json.loads(text)["paths"] if text.startswith("{") else parse_qs(text).get("paths", [])
+        said = [{"type": "file", "path": path, "size": len(files[1][path])} for path in paths if path in files[1]]
+        said = [each | self._identity(found[1], files[1][each["path"]]) for each in said]
+        return self._send(200, json.dumps(said).encode(), Content_Type="application/json")
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)

@@ -40,15 +40,22 @@ def is_at_commit(url: str) -> bool:
     return _AT_COMMIT.match(url) is not None
 
 
+def parted_at_commit(url: str) -> tuple[str, str | None]:
+    """Returns a URL without the commit of the Hub that it names, and the commit."""
+    found = _AT_COMMIT.match(url)
+    return (url, None) if found is None else (f"hf://{found[1]}/{found[3]}", found[2])
+
+
 def commits_of(urls: Iterable[str]) -> str:
     """Returns the repositories among URLs, each at its commit."""
     return " ".join(sorted({f"hf://{m[1]}@{m[2]}" for m in map(_AT_COMMIT.match, urls) if m is not None}))
 
 
-def revision_of(urls: Iterable[str], content: str) -> str | None:
-    """Returns what a run's state keeps of the repositories among URLs and of what they hold; None if there are none."""
-    commits = commits_of(urls)
-    return f"{commits}, content {content}" if commits else None
+def revision_of(fixed: Iterable[str], content: str) -> str | None:
+    """Returns what a run's state keeps of repositories at a commit, tables at a version, and what they hold; None if
+    there are none."""
+    names = " ".join(sorted({*fixed} - {""}))
+    return f"{names}, content {content}" if names else None
 
 
 def commit_roots(urls: Iterable[str], file_system: Any) -> dict[str, str]:

@@ -35,7 +35,7 @@ from fsspec.asyn import sync
 from typing_extensions import override
 
 from shade.data._origin.bucket_client import BucketClient
-from shade.data._origin.hub import HubReads, commit_roots, infos_of, is_at_commit, is_hub
+from shade.data._origin.hub import HubReads, commit_roots, commits_of, infos_of, is_at_commit, is_hub
 from shade.data._origin.origin import ByteRange, FileOrRange, Origin
 from shade.data._origin.read_pool import MOST
 from shade.data._origin.reader_process import ReaderLostError, ReaderProcess, UnansweredError
@@ -88,7 +88,13 @@ class Entry:
     version: str
     """Changes when the content does."""
     named: str = field(default="", compare=False)
-    """The URL with a branch or tag that the user gave for one at a commit of the Hub."""
+    """The URL as the user knows it: with a branch where `url` has a commit of the Hub, or with a table's version."""
+
+    @property
+    def fixed_name(self) -> str:
+        """Returns the name of a repository at its commit, or of a table at its version, which no other content can
+        have; empty if another one can come under the URL."""
+        return commits_of([self.url]) or (self.named if self.version.startswith("version=") else "")
 
 
 def is_url(path: str) -> bool:

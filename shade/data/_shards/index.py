@@ -32,7 +32,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -70,6 +70,8 @@ COMPRESSED_BY: Final = {
 """By the end of a compressed shard's name: what decompresses it, and how its content begins."""
 _TABLE_LOGS: Final = ("_delta_log", ".hoodie")
 """Folders in which a table says which of the files beside them are its rows."""
+_FOLDERS: Final = ("lance",)
+"""Ends of folders that are one shard each."""
 _VERSION: Final = 2
 """Of what the formats find: an index of another version is left alone, and made anew."""
 _MAGIC: Final = b"shade-shard-index"
@@ -291,6 +293,22 @@ class ShardFormat(ABC):
         return None
 
 
+class LibraryFormat(ShardFormat):
+    """Has a library that opens shards itself, also behind URLs, and reads the rows of a whole batch."""
+
+    @abstractmethod
+    def described(self, url: str, options: Mapping[str, Any]) -> Entry:
+        """Returns what the library says of a shard now."""
+
+    @abstractmethod
+    def taken(self, scan: ShardScan, opened: Any, rows: Sequence[int], columns: Columns) -> Sequence[bytes]:
+        """Returns the payloads of rows of a shard, by number; raises OSError."""
+
+    @abstractmethod
+    def counted(self, opened: Any) -> tuple[int, int]:
+        """Returns the requests and bytes that `taken` read since the last call."""
+
+
 FORMATS: Registry[ShardFormat] = Registry("shard format")
 """By the end of a shard's name, without its dot."""
 
@@ -433,6 +451,8 @@ class ShardIndex:
         """Raises DataError if one of the shards is not what it was when its index was made."""
         for shard in shards:
             entry = self.entries[shard]
+            if entry.fixed_name:
+                continue
             if is_url(entry.url):
                 if time.monotonic() < self._checked[shard] + CHECK_SECONDS:
                     continue
@@ -441,9 +461,9 @@ class ShardIndex:
 
     def _compare(self, shard: int) -> None:
         entry = self.entries[shard]
-        if is_at_commit(entry.url):
+        if entry.fixed_name:
             return
-        (now,) = describe_shards([entry.url], self._options, is_known=True)
+        (now,) = describe_shards({entry.url: ""}, self._options, is_known=True)
         if now != entry:
             raise self._changed(shard, entry, now)
 
@@ -484,7 +504,7 @@ class ShardIndex:
             if old is not None and _is_same(before, entry):
                 return old
             # A hash of git says that its content is another, wherever its samples lie.
-            if old is not None and is_at_commit(entry.url):
+            if old is not None and entry.fixed_name:
                 return before
             try:
                 scan = shard_format.scan(ShardFile(origin, entry))
@@ -520,9 +540,22 @@ def _is_same(before: Entry, now: Entry) -> bool:
     return (before.num_bytes, before.version) == (now.num_bytes, now.version)
 
 
-def describe_shards(urls: Sequence[str], options: Mapping[str, Any], *, is_known: bool = False) -> list[Entry]:
-    """Returns what servers or file systems say of shards now, in order, as `describe_many` does; raises DataError if
-    one is missing."""
+def describe_shards(
+    names: Mapping[str, str],
+    options: Mapping[str, Any],
+    shard_format: ShardFormat | None = None,
+    *,
+    is_known: bool = False,
+) -> list[Entry]:
+    """Returns what servers, file systems or the format's library say now of shards, in order, by the names of
+    `listed_shards`; raises DataError if one is missing."""
+    urls = list(names)
+    if isinstance(shard_format, LibraryFormat):
+        return [shard_format.described(url, options) for url in urls]
+    return [replace(each, named=names[each.url]) for each in _describe_shards(urls, options, is_known=is_known)]
+
+
+def _describe_shards(urls: Sequence[str], options: Mapping[str, Any], *, is_known: bool) -> list[Entry]:
     if is_url(urls[0]):
         # fsspec keeps listings, which may be older than the shards; those of the Hub are asked for anew.
         if not is_hub(urls[0]):
@@ -575,7 +608,7 @@ def _found(name: str, options: Mapping[str, Any], suffixes: Container[str]) -> l
         is_one = _is_shard(name, suffixes) or _suffix(name) in COMPRESSED_BY
         return [name] if is_one else _in_folder(name, list_folder(name, options), suffixes)
     name = os.path.abspath(os.path.expanduser(name))
-    if os.path.isdir(name):
+    if os.path.isdir(name) and _suffix(name) not in _FOLDERS:
         with os.scandir(name) as entries:
             return _in_folder(name, [each.path + "/" * each.is_dir() for each in entries], suffixes)
     return sorted(glob.glob(_pattern(name))) if "*" in name and not os.path.exists(name) else [name]

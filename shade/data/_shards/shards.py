@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -50,7 +49,7 @@ _PROBED_ROWS: Final = 1000
 
 
 class Shards(Dataset[Any]):
-    """Samples in shards, read where they lie: WebDataset's tars, zips, Parquet, Arrow of Hugging Face, MDS, LMDB.
+    """Samples in shards, read where they lie: WebDataset's tars, zips, Parquet, Arrow, MDS, LMDB, Lance.
 
     A sample is the value of one column, a tuple of several, or a dict of all. A column of an archive is an extension,
     such as ``jpg``, or ``seg.png``; pictures come as RGB images, ``cls`` as an int, ``json``, ``txt`` and ``npy``
@@ -91,7 +90,7 @@ class Shards(Dataset[Any]):
         self._columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
         self._decode = dict(decode or {})
         self._origin: Origin = UrlOrigin(options) if is_url(urls[0]) else FileOrigin()
-        entries = [replace(each, named=names[each.url]) for each in describe_shards(urls, options or {})]
+        entries = describe_shards(names, options or {}, self._format)
         self._index = ShardIndex(entries, self._format, _folder_of(index), self._origin, options)
         if not len(self._index):
             raise DataError.of("at least one sample", 0, f"look into {shown_place(urls[0])}")
@@ -99,7 +98,7 @@ class Shards(Dataset[Any]):
         # The name by which `shade.data._source.content` knows the content, as that of a Hugging Face data set.
         chosen = self._columns and sorted(self._columns)
         self._fingerprint = xxhash.xxh3_64_hexdigest(f"{self._index.fingerprint} {chosen}".encode())
-        self.revision = revision_of(urls, self._fingerprint)  # of the Hub's repositories, for the sampler
+        self.revision = revision_of((entry.fixed_name for entry in entries), self._fingerprint)  # for the sampler
         self._pieces = PieceReader(self._index, self._format, self._origin, self._columns)
         self._counting = threading.Lock()  # counts of several threads that read ahead
         self.first_sample_D: npt.NDArray[np.int64]
@@ -108,9 +107,8 @@ class Shards(Dataset[Any]):
         self._ahead: ReadAhead | None = None
         self._window: BlockTier | None = None
         self._count: CountOrigin = not_counted
-        self._blocks: BlockTier | None = None
-        if url is not None:
-            self._blocks = BlockTier(url, f"{self._fingerprint}-blocks", len(self), self._mean_bytes())
+        name = f"{self._fingerprint}-blocks"
+        self._blocks = None if url is None else BlockTier(url, name, len(self), self._mean_bytes())
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_counting"}

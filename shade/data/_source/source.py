@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
 from shade.data._decode.jpeg import decode_rgb
-from shade.data._origin.hub import is_hub, revision_of
+from shade.data._origin.hub import commits_of, is_hub, revision_of
 from shade.data._origin.origin import FileOrigin, Origin
 from shade.data._origin.url_origin import Entry, UrlOrigin, describe_many, is_url, root_of
 from shade.data._source import item_codec, item_columns
@@ -84,8 +84,8 @@ class SampleSource(Protocol):
     has_encoded_items: bool
     """Whether a payload in the cache is all of a sample, encoded by `item_codec`."""
     revision: str | None = None
-    """Repositories of the Hub at the commits that are read, and their content (`revision_of`): other ranks, and the run
-    that resumes, have to read the same."""
+    """Repositories of the Hub and tables, as they are read (`revision_of`): other ranks, and the run that resumes, have
+    to read the same."""
 
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """Reads payloads in order, with an exception object in place of one that could not be read."""
@@ -198,7 +198,7 @@ class FileSource(SampleSource):
         digest.update(self._end_N.tobytes())
         digest.update(state)
         self.fingerprint = digest.hexdigest()
-        self.revision = revision_of(paths, self.fingerprint) if is_hub(paths[0]) else None
+        self.revision = revision_of([commits_of(paths)], self.fingerprint) if is_hub(paths[0]) else None
 
     def __getstate__(self) -> dict[str, Any]:
         self._look()

@@ -20,8 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from shade.gradient._elastic.elastic_engine import ElasticEngine, residual_norm
+from shade.gradient._elastic.elastic_engine import ElasticEngine
 from shade.gradient._elastic.membership import Membership
+from shade.gradient._elastic.membership_change import residual_norm
 from shade.gradient.optim import SparseSGD
 from tests.support.gradient_ranks import digest, loss_of, network
 

@@ -224,7 +224,7 @@ class LocalUpdates:
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns anchors, momentum, residuals and results that are not due yet; weights and optimizer are not in it."""
+        """Returns anchors, momentum, residuals and results that are not due yet. Save model and optimizer beside it."""
         for outer in self._flights:
             outer.work.wait(StepState.MERGED)
         return {

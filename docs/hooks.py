@@ -1,4 +1,4 @@
-"""Lets pages link to files of the repository outside docs/, as they would on a code host.
+"""Shows the version, and lets pages link to files of the repository outside docs/, as they would on a code host.
 
 ``../../benchmarks/results/loaders.md`` in a page becomes ``../repository/benchmarks/results/loaders.md``; the file
 is added to the site below ``repository/``. mkdocs then checks the link as any other, and the strict build fails if
@@ -32,6 +32,15 @@ def outside(text: str, src_uri: str) -> dict[str, str]:
         if not path.startswith(("docs/", "..")) and (ROOT / path).is_file():
             found[link] = path
     return found
+
+
+def on_config(config: Any) -> Any:
+    """Shows the version below each page."""
+    match = re.search(
+        r'^__version__ = "(.+)"$', (ROOT / "shade" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    config.copyright = f"torch-shade {match[1] if match else ''}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

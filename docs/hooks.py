@@ -64,6 +64,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turns each link that leaves docs/ into one to the added file, and each back into docs/ into one to the page."""
     here = posixpath.dirname(page.file.src_uri)
+    if page.file.src_uri.startswith(("decisions/", OUTSIDE)):
+        page.meta.setdefault("search", {"boost": 0.3})  # a search finds how-to pages and the reference first
     targets = {link: OUTSIDE + path for link, path in outside(markdown, page.file.src_uri).items()}
     if page.file.src_uri.startswith(OUTSIDE):
         for _, link in LINK.findall(markdown):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -158,3 +159,29 @@ def test_the_strict_build_passes_and_finds_what_is_planted(tmp_path: Path) -> No
     assert found.returncode != 0
     for text in ("no-page.md", "no-anchor", "no/file.py", "lonely.md"):
         assert text in found.stdout + found.stderr, text
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_the_notebook_runs_from_top_to_bottom_and_shows_what_it_says() -> None:
+    for module in ("nbformat", "nbclient", "ipykernel"):
+        pytest.importorskip(module)
+    # A process of its own: the client keeps an event loop, and sockets to the kernel.
+    program = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbformat.validate(notebook)
+nbclient.NotebookClient(notebook, timeout=300).execute()
+outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+print(*(output["text"] for output in outputs if output.get("name") == "stdout"))
+"""
+    notebook = ROOT / "examples" / "two_minutes.ipynb"
+    cells = json.loads(notebook.read_text())["cells"]
+    assert all(not cell.get("outputs") for cell in cells), "committed without outputs"
+    command = [sys.executable, "-c", program, str(notebook)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "800 hits, 400 misses" in done.stdout
+    assert "every sample twice: True" in done.stdout

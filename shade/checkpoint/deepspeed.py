@@ -38,6 +38,7 @@ from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpoin
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from shade.installation import install_hint
 from shade.process import replacing
+from shade.types import StrategyName
 
 try:
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
@@ -76,7 +77,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         *,
         persist_to: str | os.PathLike[str] | None = None,
         run: str = "deepspeed",
-        strategy: str = "mlc-base",
+        strategy: StrategyName = "mlc-base",
         keep: str = "all",
         **options: Any,
     ) -> None:

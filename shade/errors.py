@@ -26,6 +26,14 @@ from urllib.parse import unquote
 
 from typing_extensions import Self
 
+__all__ = [
+    "BadSampleError", "CheckpointError", "ConfigError", "CorruptCheckpointError", "CorruptEntryError",
+    "DataError", "GradientError", "NewerSnapshotError", "NonFiniteGradientError", "PayloadError",
+    "PeerLostError", "RunInUseError", "ShadeError", "StateMismatchError", "StorageError", "StorageFullError",
+    "StoreAuthError", "StoreClosedError", "StoreError", "StoreFullError", "StoreTimeoutError",
+    "StoreUnavailableError", "TornSnapshotError", "UnknownNameError",
+]  # fmt: skip
+
 SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+]{0,15}")
 """Matches the scheme of a URL, which stands before ``://``."""
 _HOST: Final = r"(?:\[[\da-fA-F:.]*\]|[\w.\-]*)(?::\d+)?"

@@ -30,13 +30,14 @@ import torch
 
 from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
 from shade.checkpoint._interchange.export import STAND_IN
-from shade.checkpoint._restore.reader import Snapshot
-from shade.checkpoint._restore.restore import Arena, fill
+from shade.checkpoint._restore.reader import Snapshot, fill
+from shade.checkpoint._restore.restore import Arena
 from shade.checkpoint._session.checkpointer import group_of, tiers_of
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from shade.installation import install_hint
 from shade.process import replacing
+from shade.types import StrategyName
 
 try:
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
@@ -75,7 +76,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         *,
         persist_to: str | os.PathLike[str] | None = None,
         run: str = "deepspeed",
-        strategy: str = "mlc-base",
+        strategy: StrategyName = "mlc-base",
         keep: str = "all",
         **options: Any,
     ) -> None:

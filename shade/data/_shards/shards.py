@@ -39,7 +39,7 @@ from shade.data._shards.pieces import Piece, PieceReader, PiecesRead
 from shade.data._source.source import CountOrigin, NearSource, checked_index, not_counted
 from shade.errors import BadSampleError, ConfigError, DataError, shown_place
 from shade.store.disk import disk_url
-from shade.types import Order
+from shade.types import ClosedByWith, Order
 
 _BLOCKS_AT_ONCE: Final = 8
 _PROBES: Final = 16
@@ -48,7 +48,7 @@ _PROBED_ROWS: Final = 1000
 """Rows of each of those pieces."""
 
 
-class Shards(Dataset[Any]):
+class Shards(Dataset[Any], ClosedByWith):
     """Samples in shards, read where they lie: WebDataset's tars, zips, Parquet, Arrow, MDS, LMDB, Lance.
 
     A sample is the value of one column, a tuple of several, or a dict of all. A column of an archive is an extension,

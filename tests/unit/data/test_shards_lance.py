@@ -18,7 +18,6 @@ from shade.errors import ConfigError, DataError
 from tests.support.hub_server import serving_hub
 from tests.support.storage_servers import BUCKET, S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:lance is not fork-safe")
 lance = pytest.importorskip("lance")
 NUM = 300
 

@@ -62,7 +62,6 @@ def read(shards: Shards, indices: list[int]) -> tuple[list[Any], int, int]:
     return items, sum(num for num, _ in counts), sum(num for _, num in counts)
 
 
-@pytest.mark.parametrize("columns", [None, ["image", "n"], ["deep", "kind"], ["list", "needed", "large"]])
 @pytest.mark.parametrize(
     "options",
     [
@@ -71,14 +70,17 @@ def read(shards: Shards, indices: list[int]) -> tuple[list[Any], int, int]:
         {"compression": "none", "use_content_defined_chunking": True, "row_group_size": 400},
     ],
 )
-def test_rows_are_those_that_pyarrow_reads(tmp_path: Path, options: dict[str, Any], columns: list[str] | None) -> None:
+def test_rows_are_those_that_pyarrow_reads(tmp_path: Path, options: dict[str, Any]) -> None:
     expected = written(tmp_path / "a.parquet", rows(), **options)
-    shards = Shards(tmp_path / "a.parquet", columns)
-    order = np.random.default_rng(1).permutation(NUM).tolist()
-    for start in range(0, 60, 3):
-        indices = order[start : start + 3]
-        for index, item in zip(indices, read(shards, indices)[0], strict=True):
-            assert item == (expected[index] if columns is None else tuple(expected[index][name] for name in columns))
+    for columns in (None, ["image", "n"], ["deep", "kind"], ["list", "needed", "large"]):
+        shards = Shards(tmp_path / "a.parquet", columns)
+        order = np.random.default_rng(1).permutation(NUM).tolist()
+        for start in range(0, 15, 3):
+            indices = order[start : start + 3]
+            for index, item in zip(indices, read(shards, indices)[0], strict=True):
+                assert item == (
+                    expected[index] if columns is None else tuple(expected[index][name] for name in columns)
+                )
 
 
 def test_a_row_costs_its_page_and_its_neighbours_nothing(tmp_path: Path) -> None:

@@ -361,10 +361,10 @@ class LocalUpdates:
             self._exchange.close()
             self._topology.close()
             generation = self._membership.form(self._status(unvoted))
+            if unvoted is not None:
+                self._decide(unvoted, generation)
+                unvoted = None
             try:
-                if unvoted is not None:
-                    self._decide(unvoted, generation)
-                    unvoted = None
                 self._attach(world := self._membership.connect(_PURPOSE))
                 check_same_setup(world, self._model, self._buckets, self._settings)
                 self._take_state(generation)

@@ -76,7 +76,8 @@ class OuterExchange:
 
     def submit(self, outer: OuterStep) -> None:
         """Exchanges a step on the thread; ``outer.work`` says when it has ended."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # a forked child has none
+            self._inbox = queue.SimpleQueue()
             self._thread = threading.Thread(target=self._serve, name="shade-local-updates", daemon=True)
             self._thread.start()
         self._inbox.put(outer)

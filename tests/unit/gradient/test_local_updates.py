@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import re
 import threading
 from pathlib import Path
@@ -134,6 +135,21 @@ def test_a_whole_distance_that_is_sent_twice_moves_once() -> None:
         outer.synchronise()
         assert (outer.outer_count, count) == (1, 1)
         assert torch.equal(weights(model), before)
+
+
+@pytest.mark.multiprocess
+def test_a_forked_child_exchanges_on_a_thread_of_its_own() -> None:
+    def train() -> None:
+        for _ in range(4):
+            outer.step()
+
+    with LocalUpdates(nn.Linear(64, 64), every=2, delay=1) as outer:
+        for _ in range(3):
+            outer.step()
+        child = multiprocessing.get_context("fork").Process(target=train)
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
 
 
 def test_its_thread_ends_with_it() -> None:

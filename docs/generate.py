@@ -1,6 +1,6 @@
-"""Writes the pages that follow from the code: the command line, the metrics. ``scripts/docs refresh`` runs it.
+"""Writes the pages that follow from others or from the code: command line, metrics, llms.txt.
 
-A test compares each page with what this module returns, so that none falls behind the code.
+``scripts/docs refresh`` runs it. A test compares each page with what this module returns, so that none falls behind.
 """
 
 from __future__ import annotations
@@ -56,10 +56,49 @@ def unit(name: str) -> str:
     return "–" if "loss" in name or "rate" in name else "count"
 
 
-def table(meanings: dict[str, str]) -> str:
-    """Returns a table of names, units and meanings."""
-    rows = [f"| `{name}` | {unit(name)} | {meaning} |" for name, meaning in meanings.items()]
-    return "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows]) + "\n"
+def series(name: str) -> str:
+    """Returns a metric's name for Prometheus, with its labels."""
+    from shade.train.exposition import GAUGES
+
+    end = "" if name in GAUGES else "_bucket" if name == "wait_seconds" else "_total"
+    return f'shade_{name}{end}{{rank="0"{", le" if end == "_bucket" else ""}}}'
+
+
+def table(meanings: dict[str, str], prometheus: Callable[[str], str] = series) -> str:
+    """Returns a table of names, units, names for Prometheus and meanings."""
+    rows = [f"| `{name}` | {unit(name)} | `{prometheus(name)}` | {meaning} |" for name, meaning in meanings.items()]
+    return "\n".join(["| name | unit | Prometheus | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def page_of(link: str) -> tuple[str, str]:
+    """Returns a page's title and its first sentence: its goal, or what follows the title."""
+    text = re.sub(r"<!--.*?-->\s*", "", (DOCS / link).read_text(encoding="utf-8"), flags=re.DOTALL)
+    title, _, body = text.partition("\n")
+    first = next((part for part in body.strip().split("\n\n") if part[:1] not in "#|!`"), "")
+    sentence = re.sub(r"\]\([^)]*\)|[\[\]*]", "", " ".join(first.split())).removeprefix("Goal: ")
+    return title.removeprefix("# "), re.split(r"(?<=[.:!?])\s", sentence)[0].rstrip(":")
+
+
+def llms() -> str:
+    """Returns the map of the pages for language models, after llmstxt.org: the links of the first page, by section."""
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    parts = ["# shade\n", "> " + " ".join(index.split("\n\n")[1].partition(" The [README]")[0].split()) + "\n"]
+    parts.append(
+        "Install `torch-shade`, import `shade`. Each part works alone: `ShadeDataset` and `ShadeSampler` (or "
+        "`ShadeLoader`) read slow storage less; `Checkpointer` saves while training continues; "
+        "`GradientEngine` sends small gradients.\n"
+    )
+    for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
+        links = [link for link in re.findall(r"\]\(([\w./-]+\.md)\)", section) if not link.startswith("../")]
+        if links:
+            parts.append(f"## {section.splitlines()[0]}\n")
+            described = ((link, *page_of(link)) for link in links)
+            parts.append(
+                "".join(
+                    f"- [{title}]({link[:-3]}/){': ' + about if about else ''}\n" for link, title, about in described
+                )
+            )
+    return "\n".join(parts)
 
 
 def metrics() -> str:
@@ -87,7 +126,7 @@ def metrics() -> str:
             table(dict(COUNTS)),
             "## What a failure would cost now\n",
             'For each kind of failure (`end="process"`, `"machine"`, `"cluster"`), below `shade_checkpoint_`.\n',
-            table(dict(RECOVERY)),
+            table(dict(RECOVERY), lambda name: f"shade_checkpoint_{name}{{end, tier}}"),
         ]
     )
 
@@ -95,6 +134,7 @@ def metrics() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "reference/command-line.md": command_line,
     "reference/metrics.md": metrics,
+    "llms.txt": llms,
 }
 
 

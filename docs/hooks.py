@@ -1,4 +1,4 @@
-"""Lets pages link to files of the repository outside docs/, as they would on a code host.
+"""Shows the version, and lets pages link to files of the repository outside docs/, as they would on a code host.
 
 ``../../benchmarks/results/loaders.md`` in a page becomes ``../repository/benchmarks/results/loaders.md``; the file
 is added to the site below ``repository/``. mkdocs then checks the link as any other, and the strict build fails if
@@ -34,6 +34,15 @@ def outside(text: str, src_uri: str) -> dict[str, str]:
     return found
 
 
+def on_config(config: Any) -> Any:
+    """Shows the version below each page."""
+    match = re.search(
+        r'^__version__ = "(.+)"$', (ROOT / "shade" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    config.copyright = f"torch-shade {match[1] if match else ''}"
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the files that pages link to, and those that these link to."""
     waiting = [file for file in files if file.is_documentation_page()]
@@ -55,6 +64,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turns each link that leaves docs/ into one to the added file, and each back into docs/ into one to the page."""
     here = posixpath.dirname(page.file.src_uri)
+    if page.file.src_uri.startswith(("decisions/", OUTSIDE)):
+        page.meta.setdefault("search", {"boost": 0.3})  # a search finds how-to pages and the reference first
     targets = {link: OUTSIDE + path for link, path in outside(markdown, page.file.src_uri).items()}
     if page.file.src_uri.startswith(OUTSIDE):
         for _, link in LINK.findall(markdown):

@@ -18,6 +18,7 @@ from typing import Any
 
 from shade.errors import ConfigError
 from shade.process import replacing
+from shade.types import BadSample, ModeName, PolicyName, StrategyName
 
 RUN_FILE = "SHADE_RUN"
 """Environment variable: path of the run's ``run.json``."""
@@ -71,9 +72,9 @@ class RunConfig:
     """``disk://`` URL of a folder of each machine's own disk, with its capacity; None: no disk tier."""
     working_set_fraction: float = WORKING_SET_FRACTION
     """Capacity as a share of the data set."""
-    policy: str | None = None
+    policy: PolicyName | None = None
     """Cache policy; None: the one that suits the sampling mode."""
-    sampling: str = "unbiased"
+    sampling: ModeName = "unbiased"
     """Sampling mode."""
     keep: float | None = None
     """Mean inclusion probability (`unbiased`)."""
@@ -87,7 +88,7 @@ class RunConfig:
     """Stop after so many steps in all; None: run the epochs out."""
     resume: bool = False
     """Resume from the run's newest snapshot."""
-    on_bad_sample: str = "stop"
+    on_bad_sample: BadSample = "stop"
     """``stop`` or ``skip``."""
 
     run: str = ""
@@ -100,7 +101,7 @@ class RunConfig:
     """When a snapshot is due, besides the end of each epoch: what a kill can cost; None: when the strategy says."""
     checkpoint_keep: str = "last=2"
     """Which snapshots stay in durable storage."""
-    checkpoint_strategy: str = "overlap"
+    checkpoint_strategy: StrategyName = "overlap"
     """Name of the strategy that copies a snapshot."""
     gradient: str | None = None
     """Compressor that picks the elements of a gradient to send; None: DDP averages whole gradients."""

@@ -5,12 +5,14 @@ Shape suffixes: B batch · N data set · K drawn in one epoch · W world.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
 SampleIndex: TypeAlias = int
 """Index of a sample in its data set, 0 ≤ index < N; scores, weights and keys use it, never a batch position."""
@@ -22,6 +24,28 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Bytes: TypeAlias = bytes | bytearray | memoryview
 """Values that a store accepts; it never copies or changes them."""
+ModeName: TypeAlias = Literal["unbiased", "uniform", "pads"]
+PolicyName: TypeAlias = Literal["plan", "static", "shade", "lru", "lfu", "fifo", "belady", "belady-1"]
+FormName: TypeAlias = Literal["encoded", "decoded", "auto"]
+StrategyName: TypeAlias = Literal[
+    "overlap", "copy", "asymmetric", "acute", "checkfreq", "dash", "datastates", "deepfreeze", "excp", "fastpersist",
+    "gemini", "mlc-base", "pccheck", "sync",
+]  # fmt: skip
+BadSample: TypeAlias = Literal["stop", "skip"]
+
+
+class ClosedByWith(ABC):
+    """A context manager that closes itself at the end of its ``with``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what it has begun."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @runtime_checkable

@@ -9,10 +9,16 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from shade import types
+from shade.checkpoint._strategies import STRATEGIES
+from shade.data._decode.cached_format import CACHED_FORMATS
 from shade.errors import ConfigError
+from shade.policy import POLICIES
+from shade.sampling import MODES
 
 ROOT = Path(__file__).resolve().parent.parent
 LAZY = ["shade", "shade.cache", "shade.checkpoint", "shade.data", "shade.gradient"]
@@ -95,6 +101,13 @@ def test_a_type_checker_catches_a_users_typo(tmp_path: Path) -> None:
     assert "Success" in sound, sound
     assert 'has no attribute "GradientEngin"' in complaints(tmp_path, name="GradientEngin")
     assert 'Unexpected keyword argument "working_set_fractoin"' in complaints(tmp_path, argument="working_set_fractoin")
+
+
+def test_the_names_that_an_editor_completes_are_the_registered_ones() -> None:
+    assert set(get_args(types.ModeName)) == set(MODES)
+    assert set(get_args(types.PolicyName)) == set(POLICIES)
+    assert set(get_args(types.StrategyName)) == set(STRATEGIES)
+    assert get_args(types.FormName) == CACHED_FORMATS
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -30,13 +30,15 @@ import torch
 
 from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
 from shade.checkpoint._interchange.export import STAND_IN
+from shade.checkpoint._restore.arena import Arena
+from shade.checkpoint._restore.chunk_reads import fill
 from shade.checkpoint._restore.reader import Snapshot
-from shade.checkpoint._restore.restore import Arena, fill
 from shade.checkpoint._session.checkpointer import group_of, tiers_of
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from shade.installation import install_hint
 from shade.process import replacing
+from shade.types import StrategyName
 
 try:
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
@@ -75,7 +77,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         *,
         persist_to: str | os.PathLike[str] | None = None,
         run: str = "deepspeed",
-        strategy: str = "mlc-base",
+        strategy: StrategyName = "mlc-base",
         keep: str = "all",
         **options: Any,
     ) -> None:
@@ -175,7 +177,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
             entries = {name: entry for name, entry in manifest.tensors.items() if name in names}
             if entries:
                 arena, numbers = Arena(manifest.num_bytes), manifest.chunks_of(entries)
-                fill(reader, snapshot, manifest, arena.chunks(manifest, numbers), shared=numbers)
+                fill(reader, snapshot, manifest, arena, numbers, shared=numbers)
                 tensors |= arena.tensors(entries)
         return unflatten(wanted, tensors)[note["file"]]
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from shade import __version__
+from shade.cli.tables import size
 from shade.errors import ConfigError, DataError, ShadeError, StoreError, StoreUnavailableError
 from shade.installation import install_hint, name_clash
 from shade.launch.preflight import check_folder
@@ -142,6 +143,7 @@ def findings(cache: str | None, data: Path | None) -> Iterator[Finding]:
     yield server()
     if Path("/dev/shm").is_dir():
         yield SHARED_MEMORY.judge(shutil.disk_usage("/dev/shm").free)
+        yield left_in_memory()
     free_bytes = available_memory_bytes()
     if free_bytes is not None:
         yield MEMORY.judge(free_bytes)
@@ -209,6 +211,17 @@ def available_memory_bytes() -> int | None:
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         sizes.append(max(0, limit - used))
     return min(sizes, default=None)
+
+
+def left_in_memory() -> Finding:
+    """Shows what runs that have ended hold in shared memory."""
+    from shade.checkpoint._buffer.shared_memory_folder import held_here
+
+    left = [each for each in held_here() if not each.is_in_use]
+    found = f"{size(sum(each.num_bytes for each in left))} of {len(left)} runs that have ended"
+    if not left:
+        return ok("snapshots in it", "none of a run that has ended")
+    return warn("snapshots in it", found, "shade checkpoint prune, or free RUN for what lies nowhere else")
 
 
 def writing(directory: Path) -> Finding:

@@ -60,6 +60,10 @@ _SNAPSHOT_TOTALS: Final = {
 _LAST_EPOCH: Final = (
     "hit_ratio", "origin_reads_per_sample", "samples_per_second", "loss", "val_accuracy", "val_loss", "learning_rate"
 )  # fmt: skip
+GAUGES: Final = frozenset(
+    {"epoch", "step", "epoch_samples_per_second", "epoch_hit_ratio", "capacity_bytes", "resident_bytes", *_LAST_EPOCH}
+)
+"""Names of present values, which may fall again; ``wait_seconds`` is a histogram, and all others are counters."""
 
 
 def page_name(rank: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from shade.checkpoint._buffer import shared_memory_folder
 from shade.checkpoint._buffer.shared_memory_tier import SharedMemoryTier
+from shade.checkpoint._format.manifest import Commit
 from shade.checkpoint._interchange.export import import_state
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.run_lock import RunLock, runs_in_store
 from shade.checkpoint._tiers.storage import StorageTier
-from shade.cli import main
+from shade.cli import doctor, main
 from shade.cli._checkpoint import VERBS
 from shade.storage import open_volume
 from shade.store import Store, open_store
@@ -397,6 +400,30 @@ class TestFree:
         killed.close()
         assert shade(capsys, "free", run)[0] == 0
         assert shade(capsys, "free", run)[::2] == (1, f"{run}: nothing lies in this machine's shared memory\n")
+
+    def test_prunes_what_lies_elsewhere_too_and_doctor_shows_it(
+        self, run: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shared_memory_folder, "shared_memory", lambda: tmp_path)
+        folders = {name: tmp_path / f"shade-{os.getuid()}" / name / "one" for name in ("both", "here", "live")}
+        record = Commit("here", 4, 1, 1, ("0" * 32,), 8192, 1e9).to_bytes()
+        for folder in folders.values():
+            folder.mkdir(parents=True)
+            (folder / "about").write_text("file:///mnt/ckpt")
+            (folder / "rank-0.data").write_bytes(bytes(8192))
+        (folders["here"] / "rank-0.a.commit").write_bytes(record)
+        live = SharedMemoryTier("live", 0, identity="one", folder=tmp_path)
+        live.claim("file:///mnt/ckpt")
+        assert "16.4 kB of 2 runs that have ended" in str(doctor.left_in_memory())
+        code, told, _ = shade(capsys, "prune")
+        assert code == 0
+        assert [line.split()[:2] for line in told.splitlines()[:-1]] == [
+            ["both:", "freed"],
+            ["here:", "only"],
+            ["live:", "in"],
+        ]
+        assert [name for name, folder in folders.items() if folder.exists()] == ["here", "live"]
+        live.close()
 
     def test_removes_a_run_from_a_store_and_no_other(self, store: Store, url: str, capsys: Capture) -> None:
         keep_in_memory(store, 10)

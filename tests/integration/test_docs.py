@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import shade
 from tests.support.pages import ROOT
 from tests.test_public_face import documented
 
@@ -49,7 +52,7 @@ def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("api-*.md"))
+    text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
     described = {name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
     names = {name for public in documented().values() for name in public}
     assert names - described - SAME == {"__version__"}
@@ -74,6 +77,21 @@ def test_there_are_four_kinds_of_pages_and_enough_of_them() -> None:
 def test_a_generated_page_is_current(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     assert (DOCS / name).read_text(encoding="utf-8") == generated()[name](), "run scripts/docs refresh"
+
+
+def test_the_first_page_and_llms_txt_lead_to_every_page_of_the_navigation() -> None:
+    navigation = set(re.findall(r"^ +- ([\w/-]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) - {"index"}
+    mapped = re.findall(r"\]\(([\w/-]+)/\)", (DOCS / "llms.txt").read_text(encoding="utf-8"))
+    assert set(mapped) == navigation
+    assert len(mapped) == len(navigation)
+
+
+def test_diagrams_have_a_dark_version() -> None:
+    for name in ("overview", "epoch", "snapshot", "gradient"):
+        drawing = (DOCS / "images" / f"{name}.svg").read_text()
+        dark = re.findall(r'\[(fill|stroke)="(#\w+)"\]', drawing.partition("</style>")[0])
+        used = re.findall(r' (fill|stroke)="(#\w+)"', drawing.partition("</style>")[2])
+        assert set(dark) == set(used), name
 
 
 def test_every_message_that_troubleshooting_quotes_exists() -> None:
@@ -125,6 +143,12 @@ def test_the_strict_build_passes_and_finds_what_is_planted(tmp_path: Path) -> No
         shutil.copy(path, tmp_path)
     sound = build(tmp_path, tmp_path / "site")
     assert sound.returncode == 0, sound.stdout + sound.stderr
+    found = json.loads((tmp_path / "site/search/search_index.json").read_text())["docs"]
+    boosts = {each["location"].partition("/")[0]: each.get("boost", 1) for each in found}
+    assert boosts["decisions"] < boosts["how-to"] == boosts["reference"]
+    defaults = (tmp_path / "site/reference/api-data/index.html").read_text()
+    assert "WORKING_SET_FRACTION" not in re.sub(r"<[^>]+>", "", defaults), "a default shows as its value"
+    assert f"torch-shade {shade.__version__}" in (tmp_path / "site/index.html").read_text()
     assert not re.search(r"(src|href)=\"https?://[^\"]+\.(js|css|woff2?)\"", (tmp_path / "site/index.html").read_text())
     glossary = (tmp_path / "docs" / "glossary.md").read_text()
     (tmp_path / "docs" / "how-to" / "lonely.md").write_text("# Lonely\n")
@@ -135,3 +159,29 @@ def test_the_strict_build_passes_and_finds_what_is_planted(tmp_path: Path) -> No
     assert found.returncode != 0
     for text in ("no-page.md", "no-anchor", "no/file.py", "lonely.md"):
         assert text in found.stdout + found.stderr, text
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_the_notebook_runs_from_top_to_bottom_and_shows_what_it_says() -> None:
+    for module in ("nbformat", "nbclient", "ipykernel"):
+        pytest.importorskip(module)
+    # A process of its own: the client keeps an event loop, and sockets to the kernel.
+    program = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbformat.validate(notebook)
+nbclient.NotebookClient(notebook, timeout=300).execute()
+outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+print(*(output["text"] for output in outputs if output.get("name") == "stdout"))
+"""
+    notebook = ROOT / "examples" / "two_minutes.ipynb"
+    cells = json.loads(notebook.read_text())["cells"]
+    assert all(not cell.get("outputs") for cell in cells), "committed without outputs"
+    command = [sys.executable, "-c", program, str(notebook)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "800 hits, 400 misses" in done.stdout
+    assert "every sample twice: True" in done.stdout

@@ -32,7 +32,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from shade import ShadeDataset, ShadeLoader, ShadeSampler
-from shade.errors import BadSampleError, ConfigError, DataError
+from shade.errors import BadSampleError, ConfigError, DataError, StoreClosedError
 from tests.support.data_plane import CountingOrigin, loss_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
@@ -762,3 +762,19 @@ def test_the_users_worker_init_fn_is_called(folder: Path) -> None:
         assert not loader.in_threads
         assert len(list(loader)) == len(loader)
     assert called.tolist() == [1, 1]
+
+
+def test_with_ends_a_pass_under_way_its_threads_and_the_server(folder: Path) -> None:
+    with (
+        ShadeDataset(ImageFolder(folder), cache="memory://", transform=FUSED) as dataset,
+        ShadeSampler(dataset, batch_size=4, mode="uniform") as sampler,
+        ShadeLoader(dataset, batch_size=4, sampler=sampler, num_workers=2) as loader,
+    ):
+        batches = iter(loader)
+        next(batches)
+        assert loaders_own()
+    assert loaders_own() == []
+    assert list(batches) == []
+    assert dataset.cache is not None
+    with pytest.raises(StoreClosedError):
+        dataset.cache.store.get_many(["x"])

@@ -37,7 +37,7 @@ from torchvision.transforms import ToTensor
 from shade import ShadeDataset, ShadeSampler
 
 torch.manual_seed(0)
-epochs, tf = 3, ToTensor()
+epochs, tf, device = 3, ToTensor(), "cpu"
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 tf = Compose([RandomHorizontalFlip(), ToTensor()])
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(192, 2))
-epochs = {EPOCHS}
+epochs, device = {EPOCHS}, "cpu"
 
 class Noting(torch.optim.Adam):
     def step(self):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,6 +73,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / part, folder)
+    project = folder / "pyproject.toml"
+    project.write_text(project.read_text().replace("OWNER", "someone"))
     git(folder, "init", "--quiet")
     git(folder, "add", "--all")
     git(folder, "commit", "--quiet", "--message", "all")
@@ -79,13 +83,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dist(clone: Path) -> Path:
-    """The folder with both, as scripts/release builds them."""
-    for module in ("build", "twine"):
-        pytest.importorskip(module)
-    done = release(clone, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "dry run: no tag" in done.stderr
-    assert (git(clone, "tag"), git(clone, "status", "--porcelain")) == ("", "")
+    """The folder with both, built as scripts/release builds them."""
+    pytest.importorskip("build")
+    done = call(sys.executable, "-m", "build", "--no-isolation", cwd=clone)
+    assert done.returncode == 0, done.stdout + done.stderr
     return clone / "dist"
 
 
@@ -108,6 +109,14 @@ def test_both_hold_every_file_and_the_examples(dist: Path) -> None:
     assert metadata["Author"] == "the shade authors"
     assert "pytorch" in metadata["Keywords"].split(",")
     assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier", [])
+    assert "Repository, https://github.com/someone/torch-shade" in metadata.get_all("Project-URL", [])
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata.get_payload())
+    place = re.compile(
+        rf"https://github.com/someone/torch-shade/(raw|blob)/v{re.escape(shade.__version__)}/([^#]+)(#.+)?"
+    )
+    files = [found[2] for link in links if (found := place.fullmatch(link))]
+    assert len(files) == len(links) > 20, "expected absolute links only: the package index has no files beside the page"
+    assert [file for file in files if not (ROOT / file).exists()] == []
     with tarfile.open(next(dist.glob("*.tar.gz"))) as sdist:
         files = {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()}
     assert files >= expected
@@ -117,6 +126,8 @@ LITTER = "echo >shade/new.py"
 UNSAID = (
     "sed -i 's/^__version__ = .*/__version__ = \"9.9.9\"/' shade/__init__.py && git commit --quiet --all --message x"
 )
+UNDATED = "sed -i 's/^\\(## .*\\]\\) - .*/\\1/' CHANGELOG.md && git commit --quiet --all --message x"
+HOMELESS = "sed -i s/someone/OWNER/ pyproject.toml && git commit --quiet --all --message x"
 TAGGED = f"git tag v{shade.__version__}"
 
 
@@ -125,6 +136,8 @@ TAGGED = f"git tag v{shade.__version__}"
     [
         (LITTER, "commit them, or remove them"),
         (UNSAID, "expected a section [9.9.9] in CHANGELOG.md"),
+        (UNDATED, f"expected the date behind [{shade.__version__}]"),
+        (HOMELESS, "set Repository under [project.urls]"),
         (TAGGED, "raise __version__"),
     ],
 )
@@ -139,15 +152,29 @@ def test_a_release_that_cannot_be_is_refused_in_one_line(clone: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_release_tags_the_commit_and_publishes_nothing(clone: Path, dist: Path, tmp_path: Path) -> None:
-    git(clone, "clone", "--quiet", str(clone), str(tmp_path / "copy"))
-    who = {f"GIT_{role}_{what}": "t@t" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    words = (tmp_path / "copy" / "scripts" / "release",)
-    done = call(*words, cwd=tmp_path / "copy", SHADE_VENV=sys.prefix, **who)
+@pytest.mark.timeout(900)
+def test_a_release_tries_the_wheel_tags_the_commit_and_publishes_nothing(clone: Path, tmp_path: Path) -> None:
+    for module in ("build", "twine", "cyclonedx_py", "mypy"):
+        pytest.importorskip(module)
+    copy = tmp_path / "copy"
+    git(clone, "clone", "--quiet", str(clone), str(copy))
+    done = release(copy, "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert git(tmp_path / "copy", "tag", "--points-at", "HEAD") == f"v{shade.__version__}\n"
-    assert "twine upload" in done.stderr
-    assert {path.name for path in (tmp_path / "copy" / "dist").iterdir()} == {path.name for path in dist.iterdir()}
+    assert "dry run: no tag" in done.stderr
+    assert (git(copy, "tag"), git(copy, "status", "--porcelain")) == ("", "")
+    version = shade.__version__
+    made = {f"torch_shade-{version}-py3-none-any.whl", f"torch_shade-{version}.tar.gz", "sbom.cdx.json"}
+    assert {path.name for path in (copy / "dist").iterdir()} == made
+    bill = json.loads((copy / "dist" / "sbom.cdx.json").read_text())
+    assert (bill["bomFormat"], bill["metadata"]["component"]["version"]) == ("CycloneDX", version)
+    names = {each["name"].lower() for each in bill["components"]}
+    assert {"torch", "redis", "numpy", "sympy"} <= names
+    assert not {"pytest", "mypy", "cyclonedx-bom", "torch-shade"} & names, "of .venv, and not of the wheel"
+    who = {f"GIT_{role}_{what}": "t@t" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    done = call(copy / "scripts" / "release", cwd=copy, SHADE_VENV=sys.prefix, **who)
+    assert done.returncode == 0, done.stderr
+    assert git(copy, "tag", "--points-at", "HEAD") == f"v{version}\n"
+    assert "git push origin" in done.stderr
 
 
 @pytest.mark.parametrize("broken", ["import gone", ""])

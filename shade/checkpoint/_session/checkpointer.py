@@ -36,7 +36,7 @@ from shade.checkpoint._session.open_tiers import Tiers, open_tiers, open_to_read
 from shade.checkpoint._strategies import STRATEGIES, StrategyConfig
 from shade.errors import CheckpointError, ConfigError
 from shade.rank_group import RankGroup, SingleProcessGroup, check_alike, check_met, current_group
-from shade.types import Stateful
+from shade.types import Stateful, StrategyName
 
 DEFAULT_RUN = "run"
 """Id of a run that was given none."""
@@ -87,7 +87,7 @@ class Checkpointer:
         *,
         persist_to: str | os.PathLike[str] | None = None,
         run: str | None = None,
-        strategy: str = "overlap",
+        strategy: StrategyName = "overlap",
         every: str | int | None = None,
         keep: str = "last=2",
         slots: int | None = None,

@@ -25,6 +25,7 @@ VERBS: Final[tuple[Verb, ...]] = (
     transfer.IMPORT,
     transfer.FLUSH,
     free.FREE,
+    free.PRUNE,
 )
 """In the order in which they are listed."""
 _DESCRIPTION: Final = "Snapshots of training runs, in shared memory, in a cluster's memory and in durable storage."
@@ -37,6 +38,7 @@ examples:
   shade checkpoint restore 1200 --to model.safetensors --only model --persist /mnt/ckpt
   shade checkpoint flush redis://10.0.0.1:6379 --persist /mnt/ckpt
   shade checkpoint free
+  shade checkpoint prune
 
 where to look, for most verbs:
   --persist URL   durable storage: a path, s3://bucket/path, …

@@ -1,7 +1,7 @@
-"""Implements ``shade checkpoint free``: shows what runs have left in this machine's shared memory, and frees it.
+"""Implements ``shade checkpoint free`` and ``prune``: what runs have left in this machine's shared memory.
 
 A run that is killed leaves its last snapshot there, for itself to begin again from. A later run removes it after an
-hour if another tier has the snapshot as well; this verb removes it now, and what lies nowhere else.
+hour if another tier has the snapshot as well; ``prune`` removes that now, and ``free`` also what lies nowhere else.
 """
 
 from __future__ import annotations
@@ -66,6 +66,18 @@ def _free(given: argparse.Namespace) -> int:
     return 0 if done else 1
 
 
+def _prune(given: argparse.Namespace) -> int:
+    from shade.checkpoint._buffer.shared_memory_folder import held_here
+
+    num_bytes = 0
+    for each in held_here():
+        of_run, where = each.num_bytes, "only here" if not each.is_elsewhere else "" if each.free() else "in use"
+        num_bytes += 0 if where else of_run
+        sys.stdout.write(f"{each.run}: {f'{where}, kept' if where else 'freed'} {size(of_run)}\n")
+    sys.stdout.write(f"freed {size(num_bytes)}\n")
+    return 0
+
+
 def _free_store(url: str, runs: list[str]) -> int:
     from shade.checkpoint._tiers.run_lock import TRAINER, is_held, keys_of_run
     from shade.store import open_store
@@ -91,4 +103,12 @@ FREE: Final = Verb(
     _EXAMPLES,
     _arguments,
     _free,
+)
+PRUNE: Final = Verb(
+    "prune",
+    "free what killed runs left in memory and another tier has too",
+    "Frees what runs that have ended left in shared memory, if their newest snapshot lies elsewhere too.",
+    "examples:\n  shade checkpoint prune\n\nexit code: 0\n",
+    lambda parser: None,
+    _prune,
 )

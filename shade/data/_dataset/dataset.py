@@ -33,6 +33,7 @@ from shade.policy import POLICIES
 from shade.store import StoreURL, open_store
 from shade.store.base import Store
 from shade.store.disk import disk_url
+from shade.types import BadSample, ClosedByWith, FormName, PolicyName
 
 logger = logging.getLogger("shade.data")
 
@@ -43,7 +44,7 @@ _STATS = (
 )
 
 
-class ShadeDataset(Dataset[Any]):
+class ShadeDataset(Dataset[Any], ClosedByWith):
     """Wraps a map-style data set.
 
     Args:
@@ -93,17 +94,17 @@ class ShadeDataset(Dataset[Any]):
         *,
         disk: str | os.PathLike[str] | None = None,
         working_set_fraction: float = WORKING_SET_FRACTION,
-        policy: str | None = None,
+        policy: PolicyName | None = None,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
         prefix: Callable[[Any], Any] | None = None,
         prefix_steps: int | None = None,
         encode: Callable[[Any], bytes] | None = None,
         decode: Callable[[Any], Any] | None = None,
-        form: str = "encoded",
+        form: FormName = "encoded",
         max_side: int | None = None,
         reduced_decode: bool = False,
-        on_bad_sample: str = "stop",
+        on_bad_sample: BadSample = "stop",
         version: str | None = None,
         log: str | os.PathLike[str] | None = None,
     ) -> None:

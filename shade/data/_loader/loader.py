@@ -30,6 +30,7 @@ import torch
 from torch import default_generator
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
+from typing_extensions import override
 
 from shade.data._dataset.batch_reader import BatchReader
 from shade.data._dataset.dataset import ShadeDataset, reader_of
@@ -41,6 +42,7 @@ from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.usage import check_wrapping
 from shade.data._transforms.randomness import plain_states, set_plain_states
 from shade.errors import ConfigError
+from shade.types import ClosedByWith
 
 
 @dataclass(eq=False)
@@ -263,7 +265,7 @@ _FETCHERS = 2
 """Threads that wait for bytes: while one waits for a batch's last read, the reads of the next batch are under way."""
 
 
-class ShadeLoader(DataLoader[Any]):
+class ShadeLoader(DataLoader[Any], ClosedByWith):
     """Loads batches of a `ShadeDataset`, or of a `PackedDataset`, whose batches are made in worker processes.
 
     Args:
@@ -371,6 +373,7 @@ class ShadeLoader(DataLoader[Any]):
         self._free_readers: list[list[BatchReader]] = []
         self._num_readers = 0
         self._persistent: weakref.ref[_CountedBatches] | None = None
+        self._passes: weakref.WeakSet[_ThreadEpoch] = weakref.WeakSet()
         self._depth = self.num_workers * (self.prefetch_factor or 2)
         self._buffers = BatchBuffers(self._depth + 2, pinned=self._pins)
         self._progress = EpochProgress(self.sampler if drawing is None else drawing, generator, self.batch_size)
@@ -440,7 +443,7 @@ class ShadeLoader(DataLoader[Any]):
                 return PlainParts(workers, fetchers[number], indices)
             return FusedParts(workers, fetchers[number], indices, buffers, seed, collated=collated)
 
-        return _ThreadEpoch(
+        made = _ThreadEpoch(
             LoaderPipeline(begin, len(fetchers), len(workers)),
             partial(self._free_readers.append, readers),
             order,
@@ -450,6 +453,15 @@ class ShadeLoader(DataLoader[Any]):
             if self._decodes_on_device
             else _FinishBatch(None if fused and collated else self.collate_fn, self._pins),
         )
+        self._passes.add(made)
+        return made
+
+    @override
+    def close(self) -> None:
+        """Ends the passes under way, their threads, and worker processes that stay. Safe to call twice."""
+        for each in list(self._passes):
+            each.close()
+        self._iterator = None
 
     def __repr__(self) -> str:
         """Returns how batches are made, and how many training has got in this epoch."""
@@ -543,6 +555,10 @@ class _ThreadEpoch:
 
     def __iter__(self) -> _ThreadEpoch:
         return self
+
+    def close(self) -> None:
+        self._jobs.clear()
+        self._close()
 
     def __next__(self) -> Any:
         if not self._jobs:

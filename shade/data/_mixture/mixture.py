@@ -32,7 +32,7 @@ from shade.importance import ScoreMerger
 from shade.rank_group import check_alike, current_group, ranks_of
 from shade.sampling import num_steps, rank_slice
 from shade.sampling.packing import PackedSequence, SequencePacker, adapted, shares_of
-from shade.types import Floats, Indices
+from shade.types import ClosedByWith, Floats, Indices
 
 _POINT = 1 << 20
 """Losses are counted in units of its inverse …"""
@@ -85,7 +85,7 @@ class _SourceLosses:
         ]
 
 
-class MixtureSampler(Sampler[PackedSequence]):
+class MixtureSampler(Sampler[PackedSequence], ClosedByWith):
     """Yields this rank's sequences of one round after the other.
 
     Args:

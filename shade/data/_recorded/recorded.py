@@ -26,12 +26,13 @@ from shade.data._recorded.recording import Recording
 from shade.data._source import item_codec, item_columns
 from shade.data._source.source import CountOrigin, SampleSource, checked_index
 from shade.errors import BadSampleError, ConfigError
+from shade.types import ClosedByWith
 
 _POLL_SECONDS = 0.0005, 0.01
 """First and longest wait between two looks at what is recorded."""
 
 
-class Recorded(Dataset[Any], SampleSource):
+class Recorded(Dataset[Any], SampleSource, ClosedByWith):
     """The items of a stream, recorded once: map-style as soon as the stream has ended.
 
     `RecordedSampler` deals them in the first epoch, while they are recorded. Any rank may record; all others, on this

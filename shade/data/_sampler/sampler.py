@@ -37,14 +37,14 @@ from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.rank_group import RankGroup, SingleProcessGroup, check_alike, current_group, ranks_of
 from shade.sampling.base import Receipt, is_large
-from shade.types import Floats, Order
+from shade.types import ClosedByWith, Floats, ModeName, Order
 
 _READ_AHEAD = 1 << 20
 """Reader number of the prefetch thread; workers count from 0."""
 
 
 # By class a DistributedSampler, so frameworks that give every loader one (Lightning) keep it, and set its epoch.
-class ShadeSampler(DistributedSampler[int]):
+class ShadeSampler(DistributedSampler[int], ClosedByWith):
     """Yields this rank's sample indices of one epoch.
 
     It takes the arguments of `torch.utils.data.DistributedSampler`, and its own by keyword. With a `ShadeDataset` it
@@ -82,7 +82,7 @@ class ShadeSampler(DistributedSampler[int]):
         drop_last: bool = False,
         *,
         batch_size: int,
-        mode: str = "unbiased",
+        mode: ModeName = "unbiased",
         keep: float | None = None,
         replication_factor: float | None = None,
         epochs: int | None = None,
@@ -115,6 +115,7 @@ class ShadeSampler(DistributedSampler[int]):
             shuffle=shuffle,
             drop_last=drop_last,
             shuffle_window=shuffle_window,
+            revision=getattr(getattr(dataset, "source", dataset), "revision", None),
         )
         cache: SampleCache | None = getattr(dataset, "cache", None)
         joined = distributed and self.num_replicas > 1

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shade.errors import ConfigError, PeerLostError
-from shade.gradient._comm.step import CALLS, STAYS, GradientStep, StepState
+from shade.gradient._comm.step import CALLS, RESTS, STAYS, GradientStep, StepState
 from shade.gradient._comm.topology import FlatTopology
 from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, Bucket, plan_buckets
@@ -262,6 +262,8 @@ class LocalUpdates:
                 bucket.rebind()
                 bucket.refresh()
                 outer.weights[number] = bucket.weights_D.clone() if delay else bucket.weights_D
+            if not delay and all(self._anchors.are_weights(number) for number in outer.numbers):
+                work.notice |= RESTS
         except ConfigError as refusal:
             work.trouble.append(refusal)
         self._flights.append(outer)
@@ -289,8 +291,8 @@ class LocalUpdates:
             captured_D = outer.weights[number]
             is_now = captured_D is self._buckets[number].weights_D
             self._anchors.begin_from(number, None if is_now else captured_D)
-        self.outer_count += 1
-        self._is_called |= any(outer.work.notices)
+        self.outer_count += bool(outer.work.merged)
+        self._is_called |= any(notice & CALLS for notice in outer.work.notices)
         if self._membership is not None:
             self._membership.publish(step=self.step_count, kept=residual_norm(self._bucket_states))
 

@@ -123,6 +123,20 @@ def test_a_saved_run_resumes_bit_for_bit(settings: dict[str, Any], run: str, tmp
         assert torch.equal(weights(model), expected)
 
 
+def test_synchronise_right_after_an_exchange_exchanges_nothing_again() -> None:
+    model = network()
+    with LocalUpdates(model, every=1, density=0.02, momentum=0.9) as outer:
+        with torch.no_grad():
+            model[0].weight += 1.0
+        outer.step()
+        before, kept = weights(model), [each["residual"].clone() for each in outer.state_dict()["residuals"]]
+        outer.synchronise()
+        assert outer.outer_count == 1
+        assert torch.equal(weights(model), before)
+        now = [each["residual"] for each in outer.state_dict()["residuals"]]
+        assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+
+
 def test_synchronise_takes_in_what_the_script_changed_without_a_step() -> None:
     model = network()
     with LocalSGD(model, every=5) as outer:

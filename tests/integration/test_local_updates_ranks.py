@@ -97,7 +97,7 @@ class Life:
             self.at_step(updates, updates.step_count)
             if updates.step_count >= self.until - updates._schedule.every - 1:
                 with ranks.changed:  # who has stood still comes back in time
-                    ranks.wait_for(lambda: not ranks.returning)
+                    ranks.wait_for(lambda: ranks.returning <= {self.name})
             wander(model, self.name, updates.step_count)
             self._try(updates.step)
             self.weights.append(weights(model).clone())

@@ -30,9 +30,8 @@ import torch
 
 from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
 from shade.checkpoint._interchange.export import STAND_IN
-from shade.checkpoint._restore.arena import Arena
-from shade.checkpoint._restore.chunk_reads import fill
-from shade.checkpoint._restore.reader import Snapshot
+from shade.checkpoint._restore.reader import Snapshot, fill
+from shade.checkpoint._restore.restore import Arena
 from shade.checkpoint._session.checkpointer import group_of, tiers_of
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError
@@ -177,7 +176,7 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
             entries = {name: entry for name, entry in manifest.tensors.items() if name in names}
             if entries:
                 arena, numbers = Arena(manifest.num_bytes), manifest.chunks_of(entries)
-                fill(reader, snapshot, manifest, arena, numbers, shared=numbers)
+                fill(reader, snapshot, manifest, arena.chunks(manifest, numbers), shared=numbers)
                 tensors |= arena.tensors(entries)
         return unflatten(wanted, tensors)[note["file"]]
 

@@ -21,7 +21,7 @@ from shade.checkpoint._capture.app_state import AppState, CapturedState
 from shade.checkpoint._capture.flatten import part_of, tensors_in, torch_dtype
 from shade.checkpoint._format import retention
 from shade.checkpoint._restore import reader, restore
-from shade.checkpoint._restore.arena import Arena
+from shade.checkpoint._restore.restore import Arena
 from shade.data._loader.loader import EpochProgress
 from shade.data._sampler.sampler import ShadeSampler
 

@@ -45,10 +45,8 @@ from shade.checkpoint._capture.sharding import SavedDTensor
 from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._integrations.dcp_shard import is_dcp, state_of
 from shade.checkpoint._integrations.dcp_writer import names_step, step_of
-from shade.checkpoint._restore.arena import Arena
-from shade.checkpoint._restore.chunk_reads import ChunkReads
-from shade.checkpoint._restore.reader import Reader, Snapshot
-from shade.checkpoint._restore.restore import Needed, spans_of
+from shade.checkpoint._restore.reader import ChunkReads, Reader, Snapshot
+from shade.checkpoint._restore.restore import Arena, Needed, spans_of
 from shade.checkpoint._session.open_tiers import open_to_read
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError, ShadeError, StateMismatchError
 
@@ -264,7 +262,8 @@ class _SavedState:
             wanted = {shard: sorted(number for at, number in chunks if at == shard) for shard, _ in chunks}
             for shard, numbers in wanted.items():
                 through = {number for at, number in shared if at == shard}
-                reads.begin(self._manifests[shard], self._arenas[shard], numbers, through)
+                manifest = self._manifests[shard]
+                reads.begin(manifest, self._arenas[shard].chunks(manifest, numbers), through)
             for shard, numbers in wanted.items():
                 reads.finish(self._manifests[shard], numbers)
 

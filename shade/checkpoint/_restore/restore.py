@@ -11,16 +11,20 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
+import mmap
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
+from shade.checkpoint._buffer.copy_and_compare import copy_bytes
 from shade.checkpoint._capture.app_state import AppState, refused
-from shade.checkpoint._capture.flatten import completed, part_of, parts_in, tensors_in
+from shade.checkpoint._capture.flatten import completed, part_of, parts_in, tensors_in, torch_dtype
 from shade.checkpoint._capture.module_state import (
     check_module,
     loads_all_plainly,
@@ -33,14 +37,16 @@ from shade.checkpoint._capture.module_state import (
 from shade.checkpoint._capture.sharding import SavedDTensor, fitted, placed
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
-from shade.checkpoint._restore.arena import Arena, tensors_at
-from shade.checkpoint._restore.chunk_reads import ChunkReads
-from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, Snapshot, SnapshotSource
+from shade.checkpoint._restore.reader import UNREAD_SAVES, ChunkReads, Reader, Snapshot, SnapshotSource
 from shade.errors import CheckpointError, CorruptCheckpointError, StateMismatchError, StorageError, StoreError
 from shade.rank_group import RankGroup, SingleProcessGroup
 
 _BATCH: Final = 32
 """Chunks between two votes when one rank reads for all: 128 MiB."""
+_THREADS: Final = 4
+"""Threads that copy: page faults are faster in parallel."""
+_PIECE_BYTES: Final = 16 * 2**20
+"""Bytes that a thread copies at a time."""
 _TRIES: Final = 10
 """How many snapshots that another process removes during the read are given up for a newer one."""
 
@@ -48,6 +54,76 @@ Needed = Mapping[str, range | None]
 """Tensors that a rank needs, by name, and the rows of each; None: all."""
 
 logger = logging.getLogger("shade.checkpoint")
+
+
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """Returns new memory, in huge pages where the kernel has them; pages that are never written cost nothing."""
+    mapped = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+class Arena:
+    """Memory for one shard's data; its tensors keep it alive.
+
+    Args:
+        num_bytes: Length of the data.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = map_memory(num_bytes)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
+
+    def copy_from(self, data: torch.Tensor, entries: Iterable[TensorEntry]) -> None:
+        """Copies tensors from a whole shard's data (uint8) to their place."""
+        target, source = self.tensor.data_ptr(), data.data_ptr()
+
+        def take(piece: range) -> None:
+            copy_bytes(target + piece.start, source + piece.start, len(piece))
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
+            list(pool.map(take, _pieces(entries)))
+
+    def chunks(self, manifest: Manifest, numbers: Iterable[int]) -> dict[int, memoryview]:
+        """Returns the memory of chunks, to be written, by number."""
+        here, length = memoryview(self._map), manifest.chunk_bytes
+        return {number: here[number * length : number * length + manifest.data_length(number)] for number in numbers}
+
+    def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+        """Returns tensors in this memory, by name; each has a storage of its own."""
+        return tensors_at(self._map, entries)
+
+    def release_pages(self, start: int, stop: int) -> None:
+        """Releases the whole pages within a range; their content is lost."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _pieces(entries: Iterable[TensorEntry]) -> list[range]:
+    """Joins neighbours, with the layout's gaps, and splits them into ranges that one thread copies at a time."""
+    joined: list[range] = []
+    for entry in sorted(entries, key=lambda entry: entry.start):
+        if joined and entry.start - joined[-1].stop < mmap.PAGESIZE:
+            joined[-1] = range(joined[-1].start, entry.stop)
+        else:
+            joined.append(range(entry.start, entry.stop))
+    return [whole[first : first + _PIECE_BYTES] for whole in joined for first in range(0, len(whole), _PIECE_BYTES)]
+
+
+def tensors_at(data: mmap.mmap | memoryview, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Returns tensors, by name, in the memory of a whole shard; each has a storage of its own."""
+    found = {}
+    for name, entry in entries.items():
+        dtype, count = torch_dtype(entry.dtype), math.prod(entry.shape)
+        flat = (
+            torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+        found[name] = flat.view(entry.shape)
+    return found
 
 
 @dataclass(frozen=True)
@@ -253,7 +329,7 @@ class _Attempt:
         spans = [spans_of(manifest, needed) for manifest, _ in shards]
         for (manifest, arena), here, place in zip(shards, spans, places, strict=True):
             if here and not place.num_near:
-                self._reads.begin(manifest, arena, manifest.chunks_between(here.values()))
+                self._reads.begin(manifest, arena.chunks(manifest, manifest.chunks_between(here.values())))
         result.arenas = [(arena, manifest) for manifest, arena in shards]
         for (manifest, arena), place in zip(shards, places, strict=True):
             wanted = self._entries(manifest)
@@ -279,7 +355,8 @@ class _Attempt:
                     manifest = self._reader.manifest(self._snapshot, shard)
                     mine[shard] = manifest, Arena(manifest.num_bytes)
                     if place.num_near < group.world_size:
-                        self._reads.begin(*mine[shard], manifest.chunks_of(self._entries(manifest)))
+                        numbers = manifest.chunks_of(self._entries(manifest))
+                        self._reads.begin(manifest, mine[shard][1].chunks(manifest, numbers))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
         self._check(failure)
@@ -336,7 +413,7 @@ class _Attempt:
         """Reads chunks of a shard; returns wanted tensors that are views of memory; None if it lies elsewhere."""
         mapped = self._reader.in_place(self._snapshot, manifest, numbers)
         if mapped is None:
-            self._reads.begin(manifest, arena, numbers)
+            self._reads.begin(manifest, arena.chunks(manifest, numbers))
             self._reads.finish(manifest, numbers)
             return None
         borrowable = self._borrowable(manifest.tree, manifest.rank)
@@ -349,7 +426,7 @@ class _Attempt:
         """Reads chunks on one rank, and broadcasts them in batches, while it reads the next ones."""
         mine = self._group.rank == place.source
         if mine:
-            self._reads.begin(manifest, arena, numbers)
+            self._reads.begin(manifest, arena.chunks(manifest, numbers))
         for first in range(0, len(numbers), _BATCH):
             batch, failure = numbers[first : first + _BATCH], None
             try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shade.checkpoint._restore import chunk_reads, restore
+from shade.checkpoint._restore import reader, restore
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest, read_newest_alone
 from shade.checkpoint._tiers.tier import Shard, Tier
@@ -69,7 +69,7 @@ def test_every_rank_gets_all_of_the_newest(num_ranks: int) -> None:
 def test_a_rank_reads_on_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk is under way before the first one is sent, though each is a batch and a part by itself."""
     monkeypatch.setattr(restore, "_BATCH", 1)
-    monkeypatch.setattr(chunk_reads, "_PART", 1)
+    monkeypatch.setattr(reader, "_PART", 1)
     shared, is_read = storage(SECOND), threading.Event()
     read_chunks = shared.read_chunks
 

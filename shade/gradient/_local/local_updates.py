@@ -103,7 +103,7 @@ class LocalUpdates:
         self.step_count = 0
         """Inner steps."""
         self.outer_count = 0
-        """Outer steps that were applied, of a fragment each; the same on every rank."""
+        """Outer steps that were applied, of a fragment each, also where no rank had moved; the same on every rank."""
         self.changes: list[MembershipChange] = []
         """Changes of the group since this rank joined."""
         self._model, self._membership = model, membership
@@ -291,7 +291,7 @@ class LocalUpdates:
             captured_D = outer.weights[number]
             is_now = captured_D is self._buckets[number].weights_D
             self._anchors.begin_from(number, None if is_now else captured_D)
-        self.outer_count += bool(outer.work.merged)
+        self.outer_count += 1
         self._is_called |= any(notice & CALLS for notice in outer.work.notices)
         if self._membership is not None:
             self._membership.publish(step=self.step_count, kept=residual_norm(self._bucket_states))

@@ -48,6 +48,8 @@ _NEXT: Final = {
 
 STAYS, CALLS, LEAVES = 0, 1, 2
 """Notices: nothing new; a process asks to join; this rank leaves after this step."""
+RESTS = 4
+"""Beside another notice: this rank's weights have not moved."""
 
 
 @dataclass

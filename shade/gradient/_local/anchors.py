@@ -59,6 +59,11 @@ class Anchors:
             bucket.weights_D.sub_(captured_D).add_(anchor_D)
         bucket.publish()
 
+    def are_weights(self, number: int) -> bool:
+        """Returns whether a bucket's weights, after `Bucket.refresh`, are the anchor as the parameters hold it."""
+        bucket = self._buckets[number]
+        return torch.equal(bucket.weights_D, self.weights[number].to(bucket.dtype).float())
+
     def broadcast(self, world: Transport, source: int) -> None:
         """Gives every rank anchors and momentum of rank ``source``. Collective."""
         for tensor_D in (*self.weights, *self._velocities):

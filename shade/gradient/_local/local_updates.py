@@ -28,8 +28,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from shade.errors import ConfigError, PeerLostError, StateMismatchError
-from shade.gradient._comm.step import CALLS, STAYS, GradientStep, StepState
+from shade.errors import ConfigError, PeerLostError
+from shade.gradient._comm.step import CALLS, RESTS, STAYS, GradientStep, StepState
 from shade.gradient._comm.topology import FlatTopology
 from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.bucket import BUCKET_BYTES, Bucket, plan_buckets
@@ -103,7 +103,7 @@ class LocalUpdates:
         self.step_count = 0
         """Inner steps."""
         self.outer_count = 0
-        """Outer steps that were applied, of a fragment each; the same on every rank."""
+        """Outer steps that were applied, of a fragment each, also where no rank had moved; the same on every rank."""
         self.changes: list[MembershipChange] = []
         """Changes of the group since this rank joined."""
         self._model, self._membership = model, membership
@@ -134,8 +134,6 @@ class LocalUpdates:
             self._schedule = FragmentSchedule.of([each.size for each in self._buckets], every, fragments, delay)
         except Exception as error:  # noqa: BLE001 - raised once the others know it, or they would wait for this rank
             refusal = error
-        self._common_at = [-1] * len(self._schedule.fragments)
-        """The inner step after which each fragment's weights were the same on all ranks."""
         try:
             generation = None if membership is None else membership.form({})
             world = membership.connect(_PURPOSE) if membership else Transport(group, timeout_seconds=timeout_seconds)
@@ -190,15 +188,16 @@ class LocalUpdates:
         return self.outer_count > before
 
     def synchronise(self) -> None:
-        """Makes all ranks' weights the same, now, and averages buffers. Collective; raises as `step`."""
+        """Makes all ranks' weights the same by an exchange of all fragments, now, and averages buffers. Collective;
+        raises as `step`.
+        """
         step = self.step_count
         while self.step_count == step:
             try:
                 while self._flights:
                     self._land()
-                for place, common_at in enumerate(self._common_at):
-                    if common_at != step:
-                        self._launch(place, 0)
+                for place in range(len(self._schedule.fragments)):
+                    self._launch(place, 0)
                 average_buffers(self._topology.world, self._model)
                 if self._is_called:
                     self._regroup()
@@ -232,23 +231,18 @@ class LocalUpdates:
             "step": self.step_count,
             "outer_step": self.outer_count,
             **self._anchors.state_dict(),
-            "common_at": list(self._common_at),
             "flights": [outer.state_dict() for outer in self._flights if outer.work.error is None],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads this rank's `state_dict`, on every rank; `StateMismatchError` changes nothing."""
         self._anchors.check(state)
-        if len(state["common_at"]) != len(self._common_at):
-            cure = "take as many as when it was saved"
-            raise StateMismatchError.of(f"{len(self._common_at)} fragments", len(state["common_at"]), cure)
         flights = deque(OuterStep.of(each, self._bucket_states) for each in state["flights"])
         for outer in self._flights:
             outer.work.wait(StepState.MERGED)
         self._states.load_state_dicts([state])
         self._flights = flights
         self.step_count, self.outer_count = int(state["step"]), int(state["outer_step"])
-        self._common_at = [int(each) for each in state["common_at"]]
         self._anchors.load_state_dict(state)
 
     # ── outer steps ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -268,6 +262,8 @@ class LocalUpdates:
                 bucket.rebind()
                 bucket.refresh()
                 outer.weights[number] = bucket.weights_D.clone() if delay else bucket.weights_D
+            if not delay and all(self._anchors.are_weights(number) for number in outer.numbers):
+                work.notice |= RESTS
         except ConfigError as refusal:
             work.trouble.append(refusal)
         self._flights.append(outer)
@@ -276,7 +272,6 @@ class LocalUpdates:
         else:
             self._exchange.run(outer)
             self._land()
-            self._common_at[place] = self.step_count
 
     def _land(self) -> None:
         """Waits for the oldest outer step and applies it, or raises its error on all ranks."""
@@ -297,7 +292,7 @@ class LocalUpdates:
             is_now = captured_D is self._buckets[number].weights_D
             self._anchors.begin_from(number, None if is_now else captured_D)
         self.outer_count += 1
-        self._is_called |= any(outer.work.notices)
+        self._is_called |= any(notice & CALLS for notice in outer.work.notices)
         if self._membership is not None:
             self._membership.publish(step=self.step_count, kept=residual_norm(self._bucket_states))
 
@@ -329,7 +324,6 @@ class LocalUpdates:
         # Ranks that find a loss at different steps continue from the latest one, so that their turns are the same.
         self.step_count = max(each.status.get("step", 0) for each in generation.members)
         self.outer_count = generation.members[source].status["applied"]
-        self._common_at = [-1] * len(self._schedule.fragments)
 
     def _take_anchors(self) -> None:
         for number in range(len(self._buckets)):
@@ -361,10 +355,10 @@ class LocalUpdates:
             self._exchange.close()
             self._topology.close()
             generation = self._membership.form(self._status(unvoted))
+            if unvoted is not None:
+                self._decide(unvoted, generation)
+                unvoted = None
             try:
-                if unvoted is not None:
-                    self._decide(unvoted, generation)
-                    unvoted = None
                 self._attach(world := self._membership.connect(_PURPOSE))
                 check_same_setup(world, self._model, self._buckets, self._settings)
                 self._take_state(generation)

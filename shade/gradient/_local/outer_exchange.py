@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shade.errors import PeerLostError
 from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
-from shade.gradient._comm.step import GradientStep, StepState
+from shade.gradient._comm.step import RESTS, GradientStep, StepState
 from shade.gradient._comm.topology import Topology
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._engine.bucket_state import BucketState, pack_late, unpack_late
@@ -76,7 +76,8 @@ class OuterExchange:
 
     def submit(self, outer: OuterStep) -> None:
         """Exchanges a step on the thread; ``outer.work`` says when it has ended."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # a forked child has none
+            self._inbox = queue.SimpleQueue()
             self._thread = threading.Thread(target=self._serve, name="shade-local-updates", daemon=True)
             self._thread.start()
         self._inbox.put(outer)
@@ -139,7 +140,10 @@ class OuterExchange:
         work, merged = outer.work, list[Sparse]()
         weights_P, lengths = self._all_reduce.count(work, outer.numbers)
         work.advance(StepState.AGREED)
-        if sum(weights_P) > 0:
+        if all(notice & RESTS for notice in work.notices):
+            # No rank has moved since the last step: momentum and decay would act once too often.
+            self.forget(outer)
+        elif sum(weights_P) > 0:
             merged = self._all_reduce.exchange(work, outer.numbers, weights_P, lengths)
         work.unvoted = None if work.damage or work.trouble else merged
         self._all_reduce.vote(work, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import re
 import threading
 from pathlib import Path
@@ -78,7 +79,6 @@ def test_states_of_others_are_refused_and_change_nothing() -> None:
         for other, expected in (
             (lambda: DiLoCo(nn.Linear(4, 4), every=4), "anchors"),
             (lambda: LocalSGD(nn.Linear(64, 64), every=4), "velocities"),
-            (lambda: DiLoCo(nn.Linear(64, 64), every=4, fragments=2), "1 fragments"),
         ):
             with other() as small, pytest.raises(StateMismatchError, match=expected):
                 large.load_state_dict(small.state_dict())
@@ -123,17 +123,44 @@ def test_a_saved_run_resumes_bit_for_bit(settings: dict[str, Any], run: str, tmp
         assert torch.equal(weights(model), expected)
 
 
-def test_a_whole_distance_that_is_sent_twice_moves_once() -> None:
-    """`synchronise` right after an exchange exchanges nothing again: the residual does not decay twice."""
+def test_synchronise_right_after_an_exchange_exchanges_nothing_again() -> None:
     model = network()
-    with LocalUpdates(model, every=1, density=0.02) as outer:
+    with LocalUpdates(model, every=1, density=0.02, momentum=0.9) as outer:
         with torch.no_grad():
             model[0].weight += 1.0
         outer.step()
-        before, count = weights(model), outer.outer_count
+        before, kept = weights(model), [each["residual"].clone() for each in outer.state_dict()["residuals"]]
         outer.synchronise()
-        assert (outer.outer_count, count) == (1, 1)
         assert torch.equal(weights(model), before)
+        now = [each["residual"] for each in outer.state_dict()["residuals"]]
+        assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+
+
+def test_synchronise_takes_in_what_the_script_changed_without_a_step() -> None:
+    model = network()
+    with LocalSGD(model, every=5) as outer:
+        for _ in range(2):
+            with torch.no_grad():
+                model[0].weight += 1.0
+            expected = weights(model)
+            outer.synchronise()
+            anchors = torch.cat(list(outer.state_dict()["anchors"]))
+            assert torch.equal(anchors.sort().values, expected.sort().values)
+
+
+@pytest.mark.multiprocess
+def test_a_forked_child_exchanges_on_a_thread_of_its_own() -> None:
+    def train() -> None:
+        for _ in range(4):
+            outer.step()
+
+    with LocalUpdates(nn.Linear(64, 64), every=2, delay=1) as outer:
+        for _ in range(3):
+            outer.step()
+        child = multiprocessing.get_context("fork").Process(target=train)
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
 
 
 def test_its_thread_ends_with_it() -> None:

@@ -11,6 +11,7 @@ ddp-bf16        the same with `bf16_compress_hook`
 powersgd4       the same with `powerSGD_hook`, rank 4, error feedback and warm start, from the third step on
 powersgd4-late  the same hook without DDP, a step's exchange beside the next one's compute, as the engine does
 diloco          `DiLoCo`: each rank trains alone for H steps, then the ranks agree
+local-updates   `LocalUpdates`, the same with a sixty-fourth of the distance in two bits a value
 diloco-bf16     DiLoCo as torchft has it: an all-reduce of bf16, and torch's Nesterov SGD as outer optimizer
 hook            `sparse_hook` on DistributedDataParallel: sparse on the wire, dense in the optimizer
 engine          `GradientEngine` with `SparseSGD` or `LocalAdamW`, a step's exchange beside the next one's compute
@@ -289,25 +290,36 @@ class Engine(Method):
 class DiLoCo(Method):
     """Each rank its own way for H steps, then a step of an outer optimizer along what they have in common."""
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def build_outer(self, model: nn.Module, settings: Settings) -> Any:
+        """What exchanges."""
         from shade import DiLoCo as Outer
 
+        return Outer(model, every=settings.inner_steps)
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
         super().__init__(model, settings)
-        self.outer = Outer(model, every=settings.inner_steps)
+        self.outer = self.build_outer(model, settings)
         self.outer.num_samples = settings.batch_size * settings.inner_steps
-        self.is_common = True
 
     def step(self, loss: Tensor) -> None:
         super().step(loss)
-        self.is_common = self.outer.step()
+        self.outer.step()
 
     def settle(self) -> None:
-        if not self.is_common:
-            self.outer.synchronise()
-            self.is_common = True
+        self.outer.synchronise()
 
     def close(self) -> None:
         self.outer.close()
+
+
+class LocalUpdates(DiLoCo):
+    """As SparseLoCo has it; the density is a flag's."""
+
+    def build_outer(self, model: nn.Module, settings: Settings) -> Any:
+        from shade import LocalUpdates as Outer
+
+        self.density = settings.density
+        return Outer(model, every=settings.inner_steps, density=settings.density)
 
 
 class DiLoCoBF16(Method):
@@ -350,6 +362,7 @@ METHODS: dict[str, Callable[[nn.Module, Settings], Method]] = {
     "powersgd4": PowerSGD,
     "powersgd4-late": LatePowerSGD,
     "diloco": DiLoCo,
+    "local-updates": LocalUpdates,
     "diloco-bf16": DiLoCoBF16,
     "hook": Hook,
     "engine": Engine,

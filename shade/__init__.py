@@ -18,6 +18,7 @@ __all__ = [
     "LocalAdam",
     "LocalAdamW",
     "LocalSGD",
+    "LocalUpdates",
     "Membership",
     "Recorded",
     "RecordedSampler",
@@ -63,7 +64,16 @@ if TYPE_CHECKING:
     from shade.data._recorded.recorded import Recorded
     from shade.data._recorded.recorded_sampler import RecordedSampler
     from shade.data._shards.shards import Shards
-    from shade.gradient import DiLoCo, ElasticEngine, GradientEngine, LocalSGD, Membership, SparseState, sparse_hook
+    from shade.gradient import (
+        DiLoCo,
+        ElasticEngine,
+        GradientEngine,
+        LocalSGD,
+        LocalUpdates,
+        Membership,
+        SparseState,
+        sparse_hook,
+    )
     from shade.gradient.optim import LocalAdam, LocalAdamW, SparseAdam, SparseAdamW, SparseSGD
     from shade.policy.simulator import simulate
     from shade.store import open_store
@@ -93,6 +103,7 @@ else:
                 "ElasticEngine",
                 "GradientEngine",
                 "LocalSGD",
+                "LocalUpdates",
                 "Membership",
                 "SparseState",
                 "sparse_hook",

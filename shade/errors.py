@@ -39,6 +39,9 @@ SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+]{0,15}")
 _HOST: Final = r"(?:\[[\da-fA-F:.]*\]|[\w.\-]*)(?::\d+)?"
 _PLACE: Final = re.compile(rf"/[^@?]*|{_HOST}(?:,{_HOST})*(?:/[^@?]*)?")
 
+_HUB: Final = re.compile(r"hf://[\w.\-]+/[^?]")
+"""Matches a URL of Hugging Face's Hub, where a revision and no login stands beside an "@"."""
+
 
 def shown_url(text: str) -> str:
     """Returns what a message may show of a text that should be a URL, whatever it is: scheme, hosts and path, but no
@@ -46,6 +49,8 @@ def shown_url(text: str) -> str:
     scheme, separator, rest = text.partition("://")
     head = f"{scheme}://" if separator and SCHEME.fullmatch(scheme) else ""
     place, question, query = (rest if head else text).partition("?")
+    if _HUB.match(text):
+        return f"{head}{place}{'?***' if question else ''}"
     login, _, place = place.rpartition("@")
     # A "@" behind the "?": the password may hold either, so where it ends is not known.
     is_safe = "@" not in query and _PLACE.fullmatch(place) is not None
@@ -60,7 +65,7 @@ def shown_place(text: str) -> str:
 def without_login(words: str, url: str) -> str:
     """Returns another library's words about a URL without what `shown_url` hides of it."""
     rest = url.partition("://")[2]
-    login, query = rest.rpartition("@")[0], rest.partition("?")[2]
+    login, query = "" if _HUB.match(url) else rest.rpartition("@")[0], rest.partition("?")[2]
     hidden = {login, query, *re.split(r"[:/?@&=]", f"{login}:{query}")}
     hidden |= {unquote(word) for word in hidden}
     for word in sorted(hidden, key=len, reverse=True):

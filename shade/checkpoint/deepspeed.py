@@ -30,8 +30,8 @@ import torch
 
 from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
 from shade.checkpoint._interchange.export import STAND_IN
-from shade.checkpoint._restore.reader import Snapshot
-from shade.checkpoint._restore.restore import Arena, fill
+from shade.checkpoint._restore.reader import Snapshot, fill
+from shade.checkpoint._restore.restore import Arena
 from shade.checkpoint._session.checkpointer import group_of, tiers_of
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError

@@ -2,7 +2,7 @@
 
 `GradientEngine` replaces ``optimizer.step()``; `sparse_hook` keeps DistributedDataParallel. The private packages, from
 the bottom: `_kernels` (compiled loops), `_compress` (pick, quantise, keep the residual), `_comm` (message, topology,
-transport), `_optim` (sparse optimizers; public names in `shade.gradient.optim`), `_engine`, `_elastic`.
+transport), `_optim` (sparse optimizers; public names in `shade.gradient.optim`), `_engine`, `_elastic`, `_local`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ __all__ = [
     "ElasticEngine",
     "GradientEngine",
     "LocalSGD",
+    "LocalUpdates",
     "Membership",
     "SparseState",
     "sparse_hook",
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from shade.gradient._elastic.membership import Membership
     from shade.gradient._engine.comm_hook import SparseState, sparse_hook
     from shade.gradient._engine.engine import GradientEngine
-    from shade.gradient._engine.local_sgd import DiLoCo, LocalSGD
+    from shade.gradient._local.local_updates import DiLoCo, LocalSGD, LocalUpdates
 else:
     __getattr__, __dir__ = lazy(
         __name__,
@@ -41,6 +42,6 @@ else:
             "shade.gradient._elastic.membership": ["Membership"],
             "shade.gradient._engine.comm_hook": ["SparseState", "sparse_hook"],
             "shade.gradient._engine.engine": ["GradientEngine"],
-            "shade.gradient._engine.local_sgd": ["DiLoCo", "LocalSGD"],
+            "shade.gradient._local.local_updates": ["DiLoCo", "LocalSGD", "LocalUpdates"],
         },
     )

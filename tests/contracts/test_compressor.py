@@ -21,6 +21,8 @@ every_correction = pytest.mark.parametrize("correction", [MomentumCorrection(0.9
 every_quantiser = pytest.mark.parametrize("quantiser", list(QUANTISERS))
 SIZES = (0, 1, 7, 16, 100, 4099, 70_001)
 DENSITIES = (0.001, 0.01, 0.3, 1.0)
+OFF = {"int2": 0.75}
+"""The largest error in parts of the largest magnitude, where it is not a step of int8."""
 LARGE = 70_001
 """Beyond the size below which thresholds are exact, and no multiple of anything."""
 
@@ -255,7 +257,7 @@ def test_what_was_decoded_encodes_to_itself(quantiser: str) -> None:
         assert len(data) == codec.num_bytes(count)
         seen_K = codec.decode(data, count)
         assert seen_K.dtype == np.float32
-        assert np.abs(seen_K - values_K).max(initial=0) <= np.abs(values_K).max(initial=0) / 127
+        assert np.abs(seen_K - values_K).max(initial=0) <= np.abs(values_K).max(initial=0) * OFF.get(quantiser, 1 / 127)
         np.testing.assert_array_equal(codec.decode(codec.encode(seen_K), count), seen_K)
 
 
@@ -268,4 +270,5 @@ def test_values_of_any_size_stay_finite(quantiser: str) -> None:
         seen_K = codec.decode(codec.encode(some_K), len(some_K))
         assert np.isfinite(seen_K).all()
         lost_K = np.abs(seen_K.astype(np.float64) - some_K)
-        assert (lost_K <= max(np.abs(some_K.astype(np.float64)).max() / 127, ends.tiny)).all()
+        share = OFF.get(quantiser, 1 / 127)
+        assert (lost_K <= max(np.abs(some_K.astype(np.float64)).max() * share, ends.tiny)).all()

@@ -433,7 +433,7 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
         Replicas, "take", lambda self, sharding, item_bytes: dist.get_rank() % sharding.num_replicas
     ),
     "ranks of a mesh ascend": _sorted_ranks,
-    "parts of other ranks are not read": lambda: patch.object(restore._Attempt, "_read_parts", lambda *_: None),
+    "parts of other ranks are not read": lambda: patch.object(restore, "spans_of", lambda *_: {}),
 }
 """Faults that this part could have; each is found by a few scripts."""
 

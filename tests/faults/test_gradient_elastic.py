@@ -123,6 +123,28 @@ def test_training_outlives_a_rank_and_takes_it_back(cast: Cast, fault: str, stal
         assert came["first_step"] == next(each["step"] for each in stayed[0]["changes"] if each["num_joined"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_local_updates_outlive_a_rank_and_take_another_or_the_same_one(cast: Cast, fault: str) -> None:
+    plan = {"num_members": 3, "timeout_seconds": TIMEOUT_SECONDS, "goal": 2, "every": 6}
+    for name in ("a", "b"):
+        cast.start(name, **plan)
+    cast.start("c", **plan, fault=fault, fault_step=FAULT_STEP)
+    cast.reached("a", 1)
+    comes = "c" if fault == "SIGSTOP" else "d"
+    if fault == "SIGSTOP":
+        cast.ranks["c"].send_signal(signal.SIGCONT)
+    else:
+        cast.start(comes, **plan)
+    outcomes = cast.outcomes("a", "b", comes)
+    assert len({each["digest"] for each in outcomes}) == 1
+    for each in outcomes[:2]:
+        lost, joined = each["changes"][0], next(change for change in each["changes"] if change["num_joined"])
+        assert (lost["world_size"], lost["num_lost"], joined["world_size"], joined["num_joined"]) == (2, 1, 3, 1)
+        assert FAULT_STEP <= lost["step"] < joined["step"]
+    assert outcomes[2]["kept"] > 0
+
+
 @pytest.fixture
 def bed() -> Iterator[Bed]:
     made = Bed(f"elastic{os.getpid()}")

@@ -18,8 +18,9 @@ from torch import nn
 
 from shade.errors import ConfigError
 from shade.gradient._elastic import rendezvous
-from shade.gradient._elastic.elastic_engine import ElasticEngine, MembershipChange
+from shade.gradient._elastic.elastic_engine import ElasticEngine
 from shade.gradient._elastic.membership import Membership
+from shade.gradient._elastic.membership_change import MembershipChange
 from shade.gradient._engine.engine import GradientEngine
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from tests.support.gradient_ranks import digest, loss_of, network

@@ -69,6 +69,14 @@ for _ in range(4):
     wait()
     outer.step()
 """,
+    "LocalUpdates": """
+from shade.gradient import LocalUpdates
+model = torch.nn.Linear(400, 64)
+outer = LocalUpdates(model, every=2, delay=1)
+for _ in range(4):
+    wait()
+    outer.step()
+""",
 }
 PREPARED = """
 import time, torch, torch.distributed as dist

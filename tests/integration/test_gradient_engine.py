@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError
 from shade.gradient._engine.comm_hook import SparseState
 from shade.gradient._engine.engine import GradientEngine
-from shade.gradient._engine.local_sgd import DiLoCo
+from shade.gradient._local.local_updates import DiLoCo
 from shade.gradient.optim import SparseAdamW, SparseSGD
 from shade.types import Decision
 from tests.support.gradient_ranks import batch, damage, digest, distance, loss_of, network, play, results_of

@@ -16,7 +16,7 @@ from torch import nn
 from shade.errors import ConfigError, GradientError, NonFiniteGradientError, PayloadError, StateMismatchError
 from shade.gradient._engine import comm_hook
 from shade.gradient._engine.comm_hook import SparseState, sparse_hook
-from shade.gradient._engine.local_sgd import DiLoCo, LocalSGD
+from shade.gradient._local.local_updates import DiLoCo, LocalSGD, LocalUpdates
 from tests.support.gradient_ranks import damage, digest, distance, loss_of, network, play, results_of
 
 pytestmark = pytest.mark.multiprocess
@@ -369,17 +369,19 @@ def story_of_rebound_local_sgd(rank: int, world_size: int) -> list[Any]:
 
 
 def story_of_diloco(rank: int, world_size: int) -> list[Any]:
-    """Loss before and after, dense and sparse; digests; and those of a run that was saved in the middle and resumed."""
+    """Loss before and after, dense, sparse, beside the inner steps; digests; and those of a run that was saved in the
+    middle and resumed."""
     outcomes: list[Any] = []
-    for density, quantiser in ((1.0, "none"), (0.05, "bf16")):
+    sparse = {"density": 0.05, "quantiser": "bf16", "compressor": "topk"}
+    cases = (DiLoCo, {}), (DiLoCo, sparse), (LocalUpdates, {"density": 0.05, "fragments": 2, "delay": 6})
+    for kind, given in cases:
         digests, losses = [], []
         for parts in ([range(60)], [range(25), range(25, 60)]):
             model, saved = network(seed=rank), None
             optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-            settings = {"every": 10, "density": density, "quantiser": quantiser, "compressor": "topk"}
             for steps in parts:
                 weights = {name: each.clone() for name, each in model.state_dict().items()}
-                with DiLoCo(model, timeout_seconds=30.0, **settings) as outer:
+                with kind(model, every=10, timeout_seconds=30.0, **given) as outer:
                     if saved is not None:
                         model.load_state_dict(weights)
                         outer.load_state_dict(saved)
@@ -391,6 +393,8 @@ def story_of_diloco(rank: int, world_size: int) -> list[Any]:
                         outer.step()
                     saved = outer.state_dict()
                     saved = {**saved, "anchors": [each.clone() for each in saved["anchors"]]}
+                    if steps[-1] == 59:
+                        outer.synchronise()
             losses.append(float(loss_of(model, 7, 1000, 256).detach()))
             digests.append(digest(model))
         outcomes.append([losses[0], losses[1], digests])

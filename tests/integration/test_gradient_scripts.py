@@ -143,7 +143,8 @@ def plain() -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", ["none", "ddp-bf16", "powersgd4", "powersgd4-late", "diloco", "diloco-bf16", "hook", "engine"]
+    "method",
+    ["none", "ddp-bf16", "powersgd4", "powersgd4-late", "diloco", "local-updates", "diloco-bf16", "hook", "engine"],
 )
 def test_all_methods_see_the_same_samples_with_the_same_weights(method: str, plain: list[float]) -> None:
     losses = six_steps(method)

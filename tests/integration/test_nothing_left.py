@@ -28,7 +28,16 @@ from shade import Checkpointer, ShadeDataset, ShadeLoader, ShadeSampler
 from shade.checkpoint import StateDictCheckpointer
 from shade.data import MixtureSampler, PackedDataset
 from shade.data._sampler import sampler as sampler_module
-from shade.gradient import DiLoCo, ElasticEngine, GradientEngine, LocalSGD, Membership, SparseState, sparse_hook
+from shade.gradient import (
+    DiLoCo,
+    ElasticEngine,
+    GradientEngine,
+    LocalSGD,
+    LocalUpdates,
+    Membership,
+    SparseState,
+    sparse_hook,
+)
 from shade.gradient._elastic.rendezvous import serve
 from shade.gradient.optim import SparseSGD
 from shade.importance import ImportanceTable, ScoreMerger
@@ -215,6 +224,12 @@ def diloco(rank: int, world_size: int) -> None:
         outer.step()
 
 
+def local_updates(rank: int, world_size: int) -> None:
+    with LocalUpdates(network(), every=2, fragments=2, delay=1, timeout_seconds=30) as outer:
+        for _ in range(4):
+            outer.step()
+
+
 def elastic_engine(rank: int, world_size: int) -> None:
     group = current_group("the rendezvous")
     server = serve(host="127.0.0.1") if rank == 0 else None
@@ -232,7 +247,8 @@ CASES: list[Case] = [
     *(rank_group, sampler, sampler_with_a_cache, sampler_with_a_shared_cache, sampler_with_two_caches),
     *(sampler_with_a_window, sampler_with_shared_draws, chosen_format, score_merger, score_merger_of_a_group),
     *(mixture, loader, checkpointer, checkpointer_of_two_saves, checkpointer_in_memory, checkpointer_of_a_state),
-    *(engine, engine_with_staleness, engine_of_nodes, engine_of_a_group, hook, local_sgd, diloco, elastic_engine),
+    *(engine, engine_with_staleness, engine_of_nodes, engine_of_a_group, hook, local_sgd, diloco, local_updates),
+    elastic_engine,
 ]
 
 

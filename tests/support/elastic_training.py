@@ -15,13 +15,16 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from shade.gradient._elastic.elastic_engine import ElasticEngine, residual_norm
+from shade.gradient._elastic.elastic_engine import ElasticEngine
 from shade.gradient._elastic.membership import Membership
+from shade.gradient._elastic.membership_change import residual_norm
+from shade.gradient._local.local_updates import LocalUpdates
 from shade.gradient.optim import SparseSGD
 from tests.support.gradient_ranks import digest, loss_of, network
 
@@ -31,7 +34,8 @@ MORE_STEPS = 20
 def main() -> None:
     """Trains."""
     address, folder, name, plan_json = sys.argv[1:]
-    plan = {"until": None, "goal": None, "fault": None, "fault_step": None, "staleness": 0, **json.loads(plan_json)}
+    plan = {"until": None, "goal": None, "fault": None, "fault_step": None, "staleness": 0, "every": 0}
+    plan |= json.loads(plan_json)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     membership = Membership(
@@ -44,10 +48,16 @@ def main() -> None:
     )
     model = network()
     optimizer = SparseSGD(model.parameters(), lr=0.05, momentum=0.9)
-    settings = {"density": 0.05, "bucket_bytes": 4 * 4000, "staleness": plan["staleness"]}
     longest, until = 0.0, plan["until"]
+    engine: Any
+    if plan["every"]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        engine = LocalUpdates(model, every=plan["every"], fragments=2, delay=2, membership=membership)
+    else:
+        settings = {"density": 0.05, "bucket_bytes": 4 * 4000, "staleness": plan["staleness"]}
+        engine = ElasticEngine(model, optimizer, membership, **settings)
     with (
-        ElasticEngine(model, optimizer, membership, **settings) as engine,
+        engine,
         Path(folder, f"{name}.log").open("w") as log,
     ):
         first_step = engine.step_count
@@ -57,6 +67,9 @@ def main() -> None:
                 time.sleep(2.0)  # its last status is published
                 os.kill(os.getpid(), getattr(signal, plan["fault"]))
             loss_of(model, engine.rank, step).backward()
+            if plan["every"]:
+                optimizer.step()
+                optimizer.zero_grad()
             engine.step()
             longest = max(longest, time.monotonic() - began)
             generation = membership.generation.number
@@ -65,11 +78,11 @@ def main() -> None:
             log.write(f"{engine.step_count} {generation} {engine.world_size}\n")
             log.flush()
             time.sleep(0.02)
-        engine.finish()
+        engine.synchronise() if plan["every"] else engine.finish()
         outcome = {
             "digest": digest(model),
             "changes": [vars(each) for each in engine.changes],
-            "counts": engine.counts,
+            "counts": {} if plan["every"] else engine.counts,
             "longest": longest,
             "first_step": first_step,
             "kept": residual_norm(engine._bucket_states),

@@ -8,11 +8,13 @@ Legend: D bucket · L lines of 16 · n given lines · F longest lag + 1 · K kep
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from shade.gradient._comm.message import MIDDLE, WIDE
-from shade.gradient._kernels.lines import LINE, OVERFLOW, TILE, Places, as_lines
+from shade.gradient._kernels.lines import CHUNK, LINE, OVERFLOW, TILE, Places, as_lines
 from shade.types import Bools, Floats, Indices
 
 
@@ -34,6 +36,26 @@ def pick_elements(
         np.add(picked, start, out=indices[count:after], casting="unsafe")
         np.take(tile, picked, out=values[count:after])
         tile[picked] = 0
+        count = after
+    return count
+
+
+def pick_chunks(
+    gradient_D: Floats, residual_D: Floats, rest_D: Floats, density: float, indices: Places, values: Floats
+) -> int:
+    """Adds two arrays, moves the largest elements of each chunk of the sum to a list, and writes the rest."""
+    np.add(gradient_D, residual_D, out=rest_D)
+    if not np.isfinite(rest_D).all():
+        return OVERFLOW
+    count = 0
+    for start in range(0, rest_D.size, CHUNK):
+        chunk = rest_D[start : start + CHUNK]
+        wanted = math.ceil((start + chunk.size) * density) - math.ceil(start * density)
+        picked = np.sort(np.argsort(-np.abs(chunk), kind="stable")[:wanted])
+        picked = picked[chunk[picked] != 0]
+        after = count + len(picked)
+        indices[count:after], values[count:after] = start + picked, chunk[picked]
+        chunk[picked] = 0
         count = after
     return count
 

@@ -45,8 +45,8 @@ from shade.checkpoint._capture.sharding import SavedDTensor
 from shade.checkpoint._format.manifest import Manifest
 from shade.checkpoint._integrations.dcp_shard import is_dcp, state_of
 from shade.checkpoint._integrations.dcp_writer import names_step, step_of
-from shade.checkpoint._restore.reader import Reader, Snapshot
-from shade.checkpoint._restore.restore import Arena, Needed, fill, spans_of
+from shade.checkpoint._restore.reader import ChunkReads, Reader, Snapshot
+from shade.checkpoint._restore.restore import Arena, Needed, spans_of
 from shade.checkpoint._session.open_tiers import open_to_read
 from shade.errors import CheckpointError, ConfigError, CorruptCheckpointError, ShadeError, StateMismatchError
 
@@ -258,11 +258,14 @@ class _SavedState:
 
     def read(self, chunks: Collection[Chunk], shared: Collection[Chunk]) -> None:
         """Reads verified chunks; those that another rank reads too, through the page cache."""
-        for shard in sorted({shard for shard, _ in chunks}):
-            numbers = sorted(number for at, number in chunks if at == shard)
-            through = {number for at, number in shared if at == shard}
-            buffers = self._arenas[shard].chunks(self._manifests[shard], numbers)
-            fill(self.reader, self.snapshot, self._manifests[shard], buffers, through)
+        with ChunkReads(self.reader, self.snapshot) as reads:
+            wanted = {shard: sorted(number for at, number in chunks if at == shard) for shard, _ in chunks}
+            for shard, numbers in wanted.items():
+                through = {number for at, number in shared if at == shard}
+                manifest = self._manifests[shard]
+                reads.begin(manifest, self._arenas[shard].chunks(manifest, numbers), through)
+            for shard, numbers in wanted.items():
+                reads.finish(self._manifests[shard], numbers)
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         """Gives memory of chunks back; their content is lost."""

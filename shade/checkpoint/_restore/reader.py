@@ -2,7 +2,9 @@
 
 A snapshot has the same record digest in every tier. So a chunk may come from any tier, nearest first, and from any copy
 in it; `Reader.repair` writes back what one has lost. `ShardDecoder` decodes the chunks of a shard, down to the
-keyframe. Invariant: no byte leaves `Reader` unverified.
+keyframe; `ChunkReads` has threads read while the caller plans, sends or loads.
+
+Invariant: no byte leaves `Reader` unverified.
 
 Invariant: the decoded data of a version 2 snapshot has the digest that was computed when it was saved. For version 1
 this holds of the stored form, which its codec decodes in one way only.
@@ -11,11 +13,13 @@ this holds of the stored form, which its codec decodes in one way only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Final
+
+from typing_extensions import Self
 
 from shade.checkpoint._codecs.base import CODECS, Codec, Piece, Standalone, standalone_codec
 from shade.checkpoint._codecs.delta import Delta
@@ -27,8 +31,10 @@ from shade.types import Bytes
 
 BATCH: Final = 16
 """Chunks requested at once: 64 MiB in memory, enough to keep the connection of every node busy."""
+_PART: Final = 4
+"""Chunks that a thread reads at once."""
 _THREADS: Final = 4
-"""Threads that hash data which is read in place."""
+"""Threads that read, or hash what is read in place: page faults and disk requests are faster in parallel."""
 UNREAD_SAVES: Final = 10**6
 """Upper bound of the saves that are newer than the newest readable record, where a record or a tier cannot be read."""
 
@@ -412,6 +418,69 @@ class ShardDecoder:
             reason = f"its base ({self._snapshot.record.base}) is in no tier"
             raise CorruptCheckpointError(f"step {self._manifest.step}: {reason}")
         return ShardDecoder(self._reader, base, self._reader.manifest(base, rank))
+
+
+class ChunkReads:
+    """Verified, decoded chunks on their way into memory; without a codec straight from the tier.
+
+    Leaving it as a context manager ends its threads, and drops what they have not begun.
+
+    Args:
+        reader: The tiers.
+        snapshot: The snapshot.
+    """
+
+    def __init__(self, reader: Reader, snapshot: Snapshot) -> None:
+        self._reader, self._snapshot = reader, snapshot
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore")
+        self._decoders: dict[int, ShardDecoder] = {}
+        self._begun: dict[tuple[int, int], Future[None]] = {}
+
+    def begin(self, manifest: Manifest, buffers: Mapping[int, memoryview], shared: Collection[int] = ()) -> None:
+        """Begins to read chunks of a shard into the caller's memory, by number, but those that were begun before. Other
+        processes of this machine read the ``shared`` ones too: the page cache gives them to all."""
+        new = [number for number in buffers if (manifest.rank, number) not in self._begun]
+        for first in range(0, len(new), _PART):
+            part = {number: buffers[number] for number in new[first : first + _PART]}
+            reading = self._pool.submit(self._read, manifest, part, shared)
+            self._begun.update(dict.fromkeys(((manifest.rank, number) for number in part), reading))
+
+    def finish(self, manifest: Manifest, numbers: Sequence[int]) -> None:
+        """Waits for chunks that were begun. Raises CorruptCheckpointError if one is lost in every copy; the content of
+        all of them is undefined then."""
+        reads = list(dict.fromkeys(self._begun[manifest.rank, number] for number in numbers))
+        wait(reads)
+        for reading in reads:
+            reading.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _read(self, manifest: Manifest, buffers: Mapping[int, memoryview], shared: Collection[int]) -> None:
+        alone = [number for number in buffers if manifest.codec == "none" and number not in shared]
+        others = [number for number in buffers if number not in alone]
+        if alone:
+            self._reader.fill(self._snapshot, manifest, alone, [buffers[number] for number in alone])
+        if others:
+            decoder = self._decoders.setdefault(manifest.rank, ShardDecoder(self._reader, self._snapshot, manifest))
+            for number, data in decoder.chunks(others).items():
+                buffers[number][:] = data
+
+
+def fill(
+    reader: Reader,
+    snapshot: Snapshot,
+    manifest: Manifest,
+    buffers: Mapping[int, memoryview],
+    shared: Collection[int] = (),
+) -> None:
+    """Reads chunks of one shard, as `ChunkReads` does, and waits for them."""
+    with ChunkReads(reader, snapshot) as reads:
+        reads.begin(manifest, buffers, shared)
+        reads.finish(manifest, list(buffers))
 
 
 def matches_data_digest(manifest: Manifest, number: int, data: Bytes) -> bool:

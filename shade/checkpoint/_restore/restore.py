@@ -9,12 +9,13 @@ world size may change: rank r restores the tree of the old rank r mod W.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import mmap
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -36,23 +37,19 @@ from shade.checkpoint._capture.module_state import (
 from shade.checkpoint._capture.sharding import SavedDTensor, fitted, placed
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEntry
-from shade.checkpoint._restore.reader import UNREAD_SAVES, Reader, ShardDecoder, Snapshot, SnapshotSource
+from shade.checkpoint._restore.reader import UNREAD_SAVES, ChunkReads, Reader, Snapshot, SnapshotSource
 from shade.errors import CheckpointError, CorruptCheckpointError, StateMismatchError, StorageError, StoreError
 from shade.rank_group import RankGroup, SingleProcessGroup
 from shade.tracking.events import emit, listeners
 
 _BATCH: Final = 32
 """Chunks between two votes when one rank reads for all: 128 MiB."""
-_PART: Final = 4
-"""Chunks that a thread reads at once."""
 _THREADS: Final = 4
-"""Threads that read: page faults and disk requests are both faster in parallel."""
-
-_TRIES: Final = 10
-"""How many snapshots that another process removes during the read are given up for a newer one."""
-
+"""Threads that copy: page faults are faster in parallel."""
 _PIECE_BYTES: Final = 16 * 2**20
 """Bytes that a thread copies at a time."""
+_TRIES: Final = 10
+"""How many snapshots that another process removes during the read are given up for a newer one."""
 
 Needed = Mapping[str, range | None]
 """Tensors that a rank needs, by name, and the rows of each; None: all."""
@@ -274,6 +271,16 @@ class _CeasedError(CheckpointError):
     """A snapshot that shared memory alone had, and that a later save had begun to replace when it was ended."""
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a shard comes from."""
+
+    source: int
+    """The rank that reads its manifest, and sends what the others do not read themselves."""
+    num_near: int
+    """Ranks whose machine's memory has it."""
+
+
 class _Attempt:
     """One attempt to read one snapshot, on one rank."""
 
@@ -300,50 +307,84 @@ class _Attempt:
             # A rank that begins a save gives its part up; its processes were not all killed at the same moment.
             got = "a part of it: a save that was cut off had begun to replace it, or a machine is gone"
             raise _CeasedError(f"expected all of step {record.step}, which shared memory alone had, got {got}")
-        result = ReadSnapshot(record, [], self._snapshot.sources, None, {}, self._newest_sequence, [])
-        sources: list[tuple[int, bool]] = []
+        places = []
         for shard in range(record.world_size):
             ranks_near = [rank for rank in range(group.world_size) if near[rank][shard]]
-            if len(ranks_near) == group.world_size:
-                manifest, arena, borrowed = self._read_on_every_rank(shard)
-            else:
-                source = ranks_near[0] if ranks_near else ranks_with_source[shard % len(ranks_with_source)]
-                manifest, arena = self._read_on_one_rank(shard, source, is_near=bool(ranks_near))
-                borrowed = {}
-            sources.append(((ranks_near or ranks_with_source)[0], bool(ranks_near)))
-            if shard == group.rank % record.world_size:
-                result.tree = part_of(manifest.tree, self._only)
+            source = ranks_near[0] if ranks_near else ranks_with_source[shard % len(ranks_with_source)]
+            places.append(_Place(source, len(ranks_near)))
+        with ChunkReads(self._reader, self._snapshot) as self._reads:
+            return self._read(places)
+
+    def _read(self, places: Sequence[_Place]) -> ReadSnapshot:
+        record, group = self._snapshot.record, self._group
+        result = ReadSnapshot(record, [], self._snapshot.sources, None, {}, self._newest_sequence, [])
+        shards = self._open(places)
+        result.trees = [part_of(manifest.tree, self._only) for manifest, _ in shards]
+        result.tree = completed(result.trees[group.rank % record.world_size], result.trees)
+        for manifest, arena in shards:
             wanted = self._entries(manifest, with_parts=True)
-            result.tensors |= borrowed | arena.tensors({name: wanted[name] for name in wanted.keys() - borrowed.keys()})
-            result.arenas.append((arena, manifest))
-            result.trees.append(part_of(manifest.tree, self._only))
+            result.tensors |= arena.tensors(wanted)
             items = manifest.bounds.items()  # a bound of 0: the lossy codec was exact after all
             result.bounds |= {name: bound for name, bound in items if name in wanted and bound.max_abs > 0}
-        result.tree = completed(result.tree, result.trees)
+        needed = self._needed(result.tree, result.tensors, self._only) if self._needed is not None else {}
+        spans = [spans_of(manifest, needed) for manifest, _ in shards]
+        for (manifest, arena), here, place in zip(shards, spans, places, strict=True):
+            if here and not place.num_near:
+                self._reads.begin(manifest, arena.chunks(manifest, manifest.chunks_between(here.values())))
+        result.arenas = [(arena, manifest) for manifest, arena in shards]
+        for (manifest, arena), place in zip(shards, places, strict=True):
+            wanted = self._entries(manifest)
+            if place.num_near == group.world_size:
+                result.tensors |= self._read_on_every_rank(manifest, arena, wanted)
+            else:
+                self._send(manifest, arena, manifest.chunks_of(wanted), place)
         if self._needed is not None:
-            self._read_parts(result, self._needed(result.tree, result.tensors, self._only), sources)
+            self._read_parts(result, spans, places)
         if result.bounds and group.rank == 0:
             logger.warning("step %d comes back with loss: %s", record.step, describe_loss(result.bounds))
         result.tiers = list(dict.fromkeys(name for names in group.gather(list(self._tiers)) for name in names))
         return result
 
-    def _read_parts(self, result: ReadSnapshot, needed: Needed, sources: Sequence[tuple[int, bool]]) -> None:
+    def _open(self, places: Sequence[_Place]) -> list[tuple[Manifest, Arena]]:
+        """Returns the manifests, each read by one rank, and memory for the shards; begins to read what it will send."""
+        digests, group = self._snapshot.record.manifests, self._group
+        mine: dict[int, tuple[Manifest, Arena]] = {}
+        failure = None
+        try:
+            for shard, place in enumerate(places):
+                if place.source == group.rank:
+                    manifest = self._reader.manifest(self._snapshot, shard)
+                    mine[shard] = manifest, Arena(manifest.num_bytes)
+                    if place.num_near < group.world_size:
+                        numbers = manifest.chunks_of(self._entries(manifest))
+                        self._reads.begin(manifest, mine[shard][1].chunks(manifest, numbers))
+        except (CheckpointError, StoreError, StorageError) as error:
+            failure = str(error)
+        self._check(failure)
+        contents = group.gather({str(shard): manifest.to_bytes().decode() for shard, (manifest, _) in mine.items()})
+        for shard, place in enumerate(places):
+            if shard not in mine:
+                manifest = Manifest.parse(contents[place.source][str(shard)].encode(), digests[shard])
+                mine[shard] = manifest, Arena(manifest.num_bytes)
+        return [mine[shard] for shard in range(len(places))]
+
+    def _read_parts(self, result: ReadSnapshot, spans: Sequence[Mapping[str, range]], places: Sequence[_Place]) -> None:
         """Reads the parts of DTensors that this rank needs; what it does not reach, the first rank that does sends."""
         missing: dict[str, list[int]] = {}
         for shard, (arena, manifest) in enumerate(result.arenas):
-            spans = spans_of(manifest, needed)
-            if not spans:
+            here = spans[shard]
+            if not here:
                 continue
-            numbers = manifest.chunks_between(spans.values())
+            numbers = manifest.chunks_between(here.values())
             try:
-                borrowed = self._read_here(manifest, arena, {name: manifest.tensors[name] for name in spans}, numbers)
+                borrowed = self._read_here(manifest, arena, {name: manifest.tensors[name] for name in here}, numbers)
                 result.tensors |= borrowed or {}
                 self._note(is_near=borrowed is not None)
             except (CheckpointError, StoreError, StorageError):
                 missing[str(shard)] = numbers
         for shard, numbers in _all_of(self._group.gather(missing)).items():
             arena, manifest = result.arenas[shard]
-            self._send(manifest, arena, numbers, *sources[shard])
+            self._send(manifest, arena, numbers, places[shard])
 
     def _is_near(self, rank: int) -> bool:
         """Returns whether this machine's memory has a rank's shard; its chunks may still be damaged."""
@@ -354,20 +395,18 @@ class _Attempt:
                     return True
         return False
 
-    def _read_on_every_rank(self, shard: int) -> tuple[Manifest, Arena, dict[str, torch.Tensor]]:
-        """Reads a shard on every rank; if one fails, all do. Returns also the tensors that are views in place."""
-        manifest, arena, borrowed, failure = None, None, None, None
+    def _read_on_every_rank(
+        self, manifest: Manifest, arena: Arena, wanted: Mapping[str, TensorEntry]
+    ) -> dict[str, torch.Tensor]:
+        """Reads a shard on every rank; if one fails, all do. Returns the tensors that are views in place."""
+        borrowed, failure = None, None
         try:
-            manifest = self._reader.manifest(self._snapshot, shard)
-            arena, wanted = Arena(manifest.num_bytes), self._entries(manifest)
             borrowed = self._read_here(manifest, arena, wanted, manifest.chunks_of(wanted))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
         self._check(failure)
-        assert manifest is not None
-        assert arena is not None
         self._note(is_near=True)
-        return manifest, arena, borrowed or {}
+        return borrowed or {}
 
     def _read_here(
         self, manifest: Manifest, arena: Arena, wanted: Mapping[str, TensorEntry], numbers: Sequence[int]
@@ -375,7 +414,8 @@ class _Attempt:
         """Reads chunks of a shard; returns wanted tensors that are views of memory; None if it lies elsewhere."""
         mapped = self._reader.in_place(self._snapshot, manifest, numbers)
         if mapped is None:
-            fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, numbers))
+            self._reads.begin(manifest, arena.chunks(manifest, numbers))
+            self._reads.finish(manifest, numbers)
             return None
         borrowable = self._borrowable(manifest.tree, manifest.rank)
         borrowed = tensors_at(mapped, {name: entry for name, entry in wanted.items() if name in borrowable})
@@ -383,39 +423,24 @@ class _Attempt:
         arena.copy_from(data, (wanted[name] for name in wanted.keys() - borrowed.keys()))
         return borrowed
 
-    def _read_on_one_rank(self, shard: int, source: int, *, is_near: bool) -> tuple[Manifest, Arena]:
-        """Reads a shard on one rank, and broadcasts it in batches of chunks."""
-        mine = self._group.rank == source
-        manifest, content, failure = None, None, None
-        try:
-            if mine:
-                manifest = self._reader.manifest(self._snapshot, shard)
-                content = manifest.to_bytes().decode()
-        except (CheckpointError, StoreError, StorageError) as error:
-            failure = str(error)
-        self._check(failure)
-        content = self._group.gather(content)[source]
-        manifest = Manifest.parse(content.encode(), self._snapshot.record.manifests[shard])
-        arena = Arena(manifest.num_bytes)
-        self._send(manifest, arena, manifest.chunks_of(self._entries(manifest)), source, is_near)
-        return manifest, arena
-
-    def _send(self, manifest: Manifest, arena: Arena, numbers: Sequence[int], source: int, is_near: bool) -> None:
-        """Reads chunks on one rank, and broadcasts them in batches."""
-        mine = self._group.rank == source
+    def _send(self, manifest: Manifest, arena: Arena, numbers: Sequence[int], place: _Place) -> None:
+        """Reads chunks on one rank, and broadcasts them in batches, while it reads the next ones."""
+        mine = self._group.rank == place.source
+        if mine:
+            self._reads.begin(manifest, arena.chunks(manifest, numbers))
         for first in range(0, len(numbers), _BATCH):
             batch, failure = numbers[first : first + _BATCH], None
             try:
                 if mine:
-                    fill(self._reader, self._snapshot, manifest, arena.chunks(manifest, batch))
+                    self._reads.finish(manifest, batch)
             except (CheckpointError, StoreError, StorageError) as error:
                 failure = str(error)
             self._check(failure)
             for number in batch:
                 start = number * manifest.chunk_bytes
-                self._group.broadcast(arena.tensor[start : start + manifest.chunk_bytes], source)
+                self._group.broadcast(arena.tensor[start : start + manifest.chunk_bytes], place.source)
         if mine:
-            self._note(is_near=is_near)
+            self._note(is_near=place.num_near > 0)
 
     def _check(self, failure: str | None) -> None:
         reason = next(filter(None, self._group.gather(failure)), None)
@@ -463,33 +488,6 @@ def describe_loss(bounds: Mapping[str, Bound]) -> str:
     )
 
 
-def fill(
-    reader: Reader,
-    snapshot: Snapshot,
-    manifest: Manifest,
-    buffers: Mapping[int, memoryview],
-    shared: Collection[int] = (),
-) -> None:
-    """Reads verified, decoded chunks into the caller's memory, by chunk number; without a codec straight from the
-    tier. Other processes of this machine read the ``shared`` ones too: the page cache gives them to all. Raises
-    CorruptCheckpointError if a chunk is lost in every copy; the content of the buffers is undefined then."""
-    numbers = list(buffers)
-    parts = [numbers[first : first + _PART] for first in range(0, len(numbers), _PART)]
-    shard = ShardDecoder(reader, snapshot, manifest)
-
-    def fill_part(part: Sequence[int]) -> None:
-        alone = [number for number in part if manifest.codec == "none" and number not in shared]
-        others = [number for number in part if number not in alone]
-        if alone:
-            reader.fill(snapshot, manifest, alone, [buffers[number] for number in alone])
-        if others:
-            for number, data in shard.chunks(others).items():
-                buffers[number][:] = data
-
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shade-restore") as pool:
-        list(pool.map(fill_part, parts))
-
-
 def read_newest_alone(
     reader: Reader, only: Collection[str] | None = None, step: int | None = None
 ) -> ReadSnapshot | None:
@@ -512,6 +510,20 @@ def read_newest_alone(
     return found
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Postpones Python's garbage collection: a full one visits all that PyTorch has imported, which takes longer than
+    to plan a restore, and what planning makes is free without it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_no_collection()
 def restore_app_state(
     reader: Reader, group: RankGroup, contents: AppState, step: int | None, only: Sequence[str] | None
 ) -> tuple[Restored, ReadSnapshot | None]:

@@ -113,7 +113,7 @@ class DecodedSource(PreparedSource):
         self.prepares_all = max_side is not None
         self.num_probes, self.probe_bytes = probe.num_reads, probe.num_bytes
         self.fingerprint = f"{files.fingerprint}-{max_side or 'whole'}"
-        self.target_N = files.target_N
+        self.target_N, self.revision = files.target_N, files.revision
         # Reading all headers for the true sizes would cost an epoch of slow storage. The true size of an entry is
         # counted when it is written (`shade.cache.admission`).
         self.payload_bytes_N = (files.payload_bytes_N * probe.growth).astype(np.int64)

@@ -86,6 +86,7 @@ class PrefixedSource(ItemSource, PreparedSource):
         # Sizes of results are not known before they are made, so the largest probed one stands for all.
         self.payload_bytes_N = np.full(num_samples, max(map(len, probed.payloads)), dtype=np.int64)
         self.compares_hits = version is None
+        self.revision = None if source is None else source.revision
         targets = getattr(dataset, "targets", None)
         self.target_N = class_targets(targets, num_samples) if files is None else files.target_N
 

@@ -13,7 +13,8 @@ from typing import Any
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from shade.data._decode.jpeg import decode_rgb
-from shade.data._origin.url_origin import Entry, UrlOrigin, list_files
+from shade.data._origin.hub import moved
+from shade.data._origin.url_origin import Entry, UrlOrigin, at_commits, list_files
 from shade.errors import DataError
 
 
@@ -21,7 +22,8 @@ class RemoteImageFolder:
     """Images below a URL, a folder a class.
 
     Args:
-        url: Such as ``s3://bucket/train`` or ``https://host/train``.
+        url: Such as ``s3://bucket/train``, ``https://host/train`` or ``hf://datasets/org/name@main/train``, which is
+            read at the commit that the branch has now.
         transform: Applied to the image.
         target_transform: Applied to the class's number.
         options: For fsspec, such as ``{"anon": True}``; logins belong into the environment.
@@ -39,8 +41,9 @@ class RemoteImageFolder:
         *,
         options: dict[str, Any] | None = None,
     ) -> None:
-        self.root, self.transform, self.target_transform = url.rstrip("/"), transform, target_transform
-        self.origin = UrlOrigin(options)
+        self.origin, self.transform, self.target_transform = UrlOrigin(options), transform, target_transform
+        self.root = moved(url.rstrip("/"), at_commits([url], self.origin.options))
+        """The URL; of a repository of the Hub, that at the commit that is read."""
         # The list has each file's length and version, so a cache around this data set knows how much space it needs,
         # and never takes one state of the data set for another.
         files = list_files(self.root, self.origin.options)

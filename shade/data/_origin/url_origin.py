@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import importlib
 import itertools
 import logging
 import os
@@ -23,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -34,6 +35,7 @@ from fsspec.asyn import sync
 from typing_extensions import override
 
 from shade.data._origin.bucket_client import BucketClient
+from shade.data._origin.hub import HubReads, commit_roots, commits_of, infos_of, is_at_commit, is_hub
 from shade.data._origin.origin import ByteRange, FileOrRange, Origin
 from shade.data._origin.read_pool import MOST
 from shade.data._origin.reader_process import ReaderLostError, ReaderProcess, UnansweredError
@@ -48,6 +50,8 @@ ALONE = 64
 """Files that a process reads by itself before it starts another one for that: a look at a few costs no process."""
 PATIENCE_SECONDS = 120.0
 """How long a server that is busy or silent is asked again for one file."""
+_LONGEST_SECONDS = 360.0
+"""How long it is asked at most if it wants a longer pause: the Hub counts requests over five minutes."""
 PAUSES_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Between the requests for one file; the last one again and again."""
 _RETRIES = 2
@@ -60,10 +64,10 @@ _SILENT_OF_LIBRARIES = ("ClientConnectionError", "ClientPayloadError", "ConnectE
 _BUSY_ERRNOS = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))
 """What s3fs makes of SlowDown, ServiceUnavailable and InternalError."""
 _ASKERS = 32
-_CHECKSUMS = ("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum")
+_CHECKSUMS = ("blob_id", "xet_hash", "ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum")
 _VERSIONS = (*_CHECKSUMS, "Last-Modified", "LastModified", "last_modified", "mtime", "created")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, TypeError)
-_APART = ("s3fs", "gcsfs", "adlfs", "huggingface_hub", "fsspec.implementations.http")
+_APART = ("s3fs", "gcsfs", "adlfs", "shade.data._origin.hub", "fsspec.implementations.http")
 """Libraries whose file systems another process has, too; one that a script registers, or one in memory, it has not."""
 _SIGNING = "s3fs"
 """The library that signs; another file system may be registered for ``s3://``, with options of its own."""
@@ -83,6 +87,14 @@ class Entry:
     num_bytes: int
     version: str
     """Changes when the content does."""
+    named: str = field(default="", compare=False)
+    """The URL as the user knows it: with a branch where `url` has a commit of the Hub, or with a table's version."""
+
+    @property
+    def fixed_name(self) -> str:
+        """Returns the name of a repository at its commit, or of a table at its version, which no other content can
+        have; empty if another one can come under the URL."""
+        return commits_of([self.url]) or (self.named if self.version.startswith("version=") else "")
 
 
 def is_url(path: str) -> bool:
@@ -96,9 +108,11 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> Any:
     keep_fsspec_from_forks()
     scheme = url.partition("://")[0]
     try:
+        if is_hub(url):
+            importlib.import_module("aiohttp")  # `HubReads` reads with it
         return fsspec.filesystem(scheme, **options)
     except (ImportError, ValueError) as error:
-        extra = "http" if scheme.startswith("http") else "s3"
+        extra = "hf" if is_hub(url) else "http" if scheme.startswith("http") else "s3"
         cure = f"install the library of {scheme}:// (for {extra}: {install_hint(extra)}): {error}"
         raise ConfigError.of("a URL that fsspec understands", shown_url(url), cure) from error
 
@@ -152,6 +166,8 @@ class UrlReads(Origin):
 
     def _once(self, url: str, start: int | None, stop: int | None) -> bytes:
         file_system = self._opened(url)
+        if isinstance(file_system, HubReads):
+            return file_system.read(url, start, stop)
         if self._bucket is not None:
             try:
                 return self._bucket.read(url, start, stop)
@@ -181,7 +197,9 @@ class UrlReads(Origin):
 
     def _opened(self, url: str) -> Any:
         with self._opening:
-            if self._file_system is None:
+            if self._file_system is None and is_hub(url):
+                self._file_system = HubReads(self.options)
+            elif self._file_system is None:
                 self._file_system = open_file_system(url, self.options)
                 if type(self._file_system).__module__.partition(".")[0] == _SIGNING:
                     signature = {"config_kwargs": _SIGNATURE | self.options.get("config_kwargs", {})}
@@ -259,7 +277,7 @@ class UrlOrigin(UrlReads):
 def patiently(ask: Callable[[], T], url: str, *, is_known: bool = True) -> T:
     """Returns what a request returns. It is repeated while the server is busy and, if it ``is_known`` to be there,
     while it is silent; then `UnansweredError` is raised. Other errors are raised after two retries."""
-    begun = time.monotonic()
+    begun, patience = time.monotonic(), PATIENCE_SECONDS
     for attempt in itertools.count():
         try:
             return ask()
@@ -267,29 +285,32 @@ def patiently(ask: Callable[[], T], url: str, *, is_known: bool = True) -> T:
             is_busy, is_silent = _is_busy(error), _is_silent(error)
             if not (is_busy or is_silent) and (isinstance(error, _FINAL) or attempt >= _RETRIES):
                 raise
-            left = begun + PATIENCE_SECONDS - time.monotonic()
+            wanted, passed = _wanted_pause(error), time.monotonic() - begun
+            if wanted > PATIENCE_SECONDS:
+                patience = max(patience, min(passed + wanted + 1, _LONGEST_SECONDS))
+            left = patience - passed
             cause = list(_chain(error))[-1]
             words = without_login(f"{type(cause).__name__}: {cause}", url)
             if left <= 0 or (is_silent and not is_known and attempt >= _RETRIES):
-                got = f"for {time.monotonic() - begun:.1f} s {words}"
+                got = f"for {passed:.1f} s {words}"
                 raise UnansweredError(f"expected {shown_url(url)} to be served, got {got}") from None
             pause = PAUSES_SECONDS[min(attempt, len(PAUSES_SECONDS) - 1)]
             if pause >= 1:
-                _say_once_a_minute(url, words)
+                _say_once_a_minute(url, words, patience)
             # Not the script's own random numbers. Else all workers of all ranks would come back at the same moment.
             pause *= random.SystemRandom().uniform(0.5, 1.0)
-            time.sleep(max(0.0, min(left, max(pause, _wanted_pause(error)))))
+            time.sleep(max(0.0, min(left, max(pause, wanted))))
     raise AssertionError("the loop ends by itself")
 
 
 _said: dict[str, float] = {}
 
 
-def _say_once_a_minute(url: str, words: str) -> None:
+def _say_once_a_minute(url: str, words: str, patience: float) -> None:
     host, now = shown_url(url).partition("://")[2].partition("/")[0], time.monotonic()
     if now - _said.get(host, -_SAID_SECONDS) >= _SAID_SECONDS:
         _said[host] = now
-        logger.warning("%s is busy or silent (%s); it is asked again for %g s", host, words, PATIENCE_SECONDS)
+        logger.warning("%s is busy or silent (%s); it is asked again for %g s", host, words, patience)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -351,6 +372,20 @@ def _as_os_error(error: Exception) -> OSError:
     return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
 
+def at_commits(urls: Sequence[str], options: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the roots of the Hub's repositories as URLs name them, each with the root at its present commit: what all
+    processes read, however long. Raises DataError if there is no such repository or revision."""
+    if not any(map(is_hub, urls)):
+        return {}
+    file_system = open_file_system(urls[0], options)
+    try:
+        return patiently(partial(commit_roots, urls, file_system), urls[0], is_known=False)
+    except ImportError as error:
+        raise ConfigError.of("a library that knows buckets", str(error), "pip install -U huggingface_hub") from error
+    except Exception as error:  # noqa: BLE001 - the library raises its own, whose message may show the login
+        raise _not_listed(urls[0], error) from None
+
+
 def describe_many(
     urls: Sequence[str], options: Mapping[str, Any], *, skips_missing: bool = False, is_known: bool = False
 ) -> list[Entry]:
@@ -358,10 +393,20 @@ def describe_many(
     asked again if it ``is_known`` to be there. Raises DataError if a file is missing, unless ``skips_missing`` gives it
     an empty entry, or the server does not report its length, and ConfigError as `open_file_system`."""
     file_system = open_file_system(urls[0], options)
+    info_of = file_system.info
+    if is_hub(urls[0]):
+        moving = next((url for url in urls if not (is_at_commit(url) or url.startswith("hf://buckets/"))), None)
+        if moving is not None:
+            cure = "write one, …/name@<commit>/…: each process would read what the branch has at that moment"
+            raise ConfigError.of("files of the Hub at a commit", shown_url(moving), cure)
+        try:
+            info_of = patiently(partial(infos_of, urls, file_system), urls[0], is_known=is_known)
+        except Exception as error:  # noqa: BLE001 - as in `list_files`
+            raise _not_listed(urls[0], error) from None
 
     def describe(url: str) -> Entry:
         try:
-            return entry_of(url, patiently(partial(file_system.info, url), url, is_known=is_known))
+            return entry_of(url, patiently(partial(info_of, url), url, is_known=is_known))
         except Exception as error:
             if isinstance(error, DataError):
                 raise

@@ -115,6 +115,7 @@ class ShadeSampler(DistributedSampler[int], ClosedByWith):
             shuffle=shuffle,
             drop_last=drop_last,
             shuffle_window=shuffle_window,
+            revision=getattr(getattr(dataset, "source", dataset), "revision", None),
         )
         cache: SampleCache | None = getattr(dataset, "cache", None)
         joined = distributed and self.num_replicas > 1

@@ -53,5 +53,8 @@ def check_settings(saved: dict[str, Any], settings: dict[str, Any]) -> None:
     for name, mine in ({"shuffle_window": None} | settings).items():
         theirs = saved.get(name)
         # A run may be continued for more epochs: what was drawn stays, and only later draws ask for the length.
+        if name == "revision" and theirs is not None:
+            # Another commit may have the same files.
+            theirs = mine if theirs.rpartition(", ")[2] == mine.rpartition(", ")[2] else theirs
         if theirs != mine and name != "epochs":
             raise ConfigError.of(f"{name}={theirs!r}, as in the saved run", mine, "resume with the saved settings")

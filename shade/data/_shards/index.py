@@ -32,7 +32,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -43,8 +43,9 @@ import numpy.typing as npt
 import xxhash
 from typing_extensions import override
 
+from shade.data._origin.hub import commits_of, is_at_commit, is_hub, moved
 from shade.data._origin.origin import ByteRange, Origin
-from shade.data._origin.url_origin import Entry, describe_many, is_url, list_folder, open_file_system
+from shade.data._origin.url_origin import Entry, at_commits, describe_many, is_url, list_folder, open_file_system
 from shade.data._shards.blocks import BLOCK_BYTES, Block
 from shade.data._source.content import STAT_THREADS
 from shade.errors import ConfigError, DataError, shown_place, without_login
@@ -69,6 +70,8 @@ COMPRESSED_BY: Final = {
 """By the end of a compressed shard's name: what decompresses it, and how its content begins."""
 _TABLE_LOGS: Final = ("_delta_log", ".hoodie")
 """Folders in which a table says which of the files beside them are its rows."""
+_FOLDERS: Final = ("lance",)
+"""Ends of folders that are one shard each."""
 _VERSION: Final = 2
 """Of what the formats find: an index of another version is left alone, and made anew."""
 _MAGIC: Final = b"shade-shard-index"
@@ -290,6 +293,22 @@ class ShardFormat(ABC):
         return None
 
 
+class LibraryFormat(ShardFormat):
+    """Has a library that opens shards itself, also behind URLs, and reads the rows of a whole batch."""
+
+    @abstractmethod
+    def described(self, url: str, options: Mapping[str, Any]) -> Entry:
+        """Returns what the library says of a shard now."""
+
+    @abstractmethod
+    def taken(self, scan: ShardScan, opened: Any, rows: Sequence[int], columns: Columns) -> Sequence[bytes]:
+        """Returns the payloads of rows of a shard, by number; raises OSError."""
+
+    @abstractmethod
+    def counted(self, opened: Any) -> tuple[int, int]:
+        """Returns the requests and bytes that `taken` read since the last call."""
+
+
 FORMATS: Registry[ShardFormat] = Registry("shard format")
 """By the end of a shard's name, without its dot."""
 
@@ -384,7 +403,7 @@ class ShardIndex:
 
     def path_of(self, shard: int) -> Path:
         """Returns the path of a shard's index."""
-        url = self.entries[shard].url
+        url = self.entries[shard].named or self.entries[shard].url
         name = url.rpartition("/")[2].partition("?")[0][-80:]
         return Path(
             self._folder, f"{name}-{xxhash.xxh3_64_hexdigest(f'{_VERSION} {url}{self._identity}'.encode())}.index"
@@ -432,6 +451,8 @@ class ShardIndex:
         """Raises DataError if one of the shards is not what it was when its index was made."""
         for shard in shards:
             entry = self.entries[shard]
+            if entry.fixed_name:
+                continue
             if is_url(entry.url):
                 if time.monotonic() < self._checked[shard] + CHECK_SECONDS:
                     continue
@@ -440,7 +461,9 @@ class ShardIndex:
 
     def _compare(self, shard: int) -> None:
         entry = self.entries[shard]
-        (now,) = describe_shards([entry.url], self._options, is_known=True)
+        if entry.fixed_name:
+            return
+        (now,) = describe_shards({entry.url: ""}, self._options, is_known=True)
         if now != entry:
             raise self._changed(shard, entry, now)
 
@@ -456,11 +479,13 @@ class ShardIndex:
 
     def _changed(self, shard: int, before: Entry, now: Entry, *, num_changed: int = 1) -> DataError:
         path, others = self.path_of(shard), "" if num_changed == 1 else f" and {num_changed - 1} others"
+        is_there = is_at_commit(before.url)
+        restore = f"name what is there still, {commits_of([before.url])}/…" if is_there else "restore the shard"
         return DataError.of(
             f"{shown_place(before.url)}{others} to be what it was when its index was made ({before.num_bytes} bytes, "
             f"{before.version})",
             f"{now.num_bytes} bytes, {now.version}",
-            f"restore the shard; or, if it was changed on purpose, remove "
+            f"{restore}; or, if it was changed on purpose, remove "
             f"{path if num_changed == 1 else path.with_name('*.index')} and begin anew",
         )
 
@@ -469,15 +494,18 @@ class ShardIndex:
         since."""
         entry = self.entries[shard]
         before, scan = self._load(shard)
-        if scan is not None and before == entry:
+        if scan is not None and _is_same(before, entry):
             return scan
         path = self.path_of(shard)
         with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another rank or job made it while this one waited for the lock.
             before, old = self._load(shard)
-            if old is not None and before == entry:
+            if old is not None and _is_same(before, entry):
                 return old
+            # A hash of git says that its content is another, wherever its samples lie.
+            if old is not None and entry.fixed_name:
+                return before
             try:
                 scan = shard_format.scan(ShardFile(origin, entry))
             except OSError as error:
@@ -504,15 +532,34 @@ class ShardIndex:
         except ValueError as error:
             logger.warning("the index %s is damaged (%s); it is made again", path, error)
             return entry, None
-        return Entry(entry.url, header["bytes"], header["is"]), scan
+        return Entry(header["url"], header["bytes"], header["is"]), scan
 
 
-def describe_shards(urls: Sequence[str], options: Mapping[str, Any], *, is_known: bool = False) -> list[Entry]:
-    """Returns what servers or file systems say of shards now, in order, as `describe_many` does; raises DataError if
-    one is missing."""
+def _is_same(before: Entry, now: Entry) -> bool:
+    # The URLs may name two commits of the Hub that have the same file.
+    return (before.num_bytes, before.version) == (now.num_bytes, now.version)
+
+
+def describe_shards(
+    names: Mapping[str, str],
+    options: Mapping[str, Any],
+    shard_format: ShardFormat | None = None,
+    *,
+    is_known: bool = False,
+) -> list[Entry]:
+    """Returns what servers, file systems or the format's library say now of shards, in order, by the names of
+    `listed_shards`; raises DataError if one is missing."""
+    urls = list(names)
+    if isinstance(shard_format, LibraryFormat):
+        return [shard_format.described(url, options) for url in urls]
+    return [replace(each, named=names[each.url]) for each in _describe_shards(urls, options, is_known=is_known)]
+
+
+def _describe_shards(urls: Sequence[str], options: Mapping[str, Any], *, is_known: bool) -> list[Entry]:
     if is_url(urls[0]):
-        # fsspec keeps listings, which may be older than the shards.
-        open_file_system(urls[0], options).invalidate_cache()
+        # fsspec keeps listings, which may be older than the shards; those of the Hub are asked for anew.
+        if not is_hub(urls[0]):
+            open_file_system(urls[0], options).invalidate_cache()
         return describe_many(urls, options, is_known=is_known)
     with ThreadPoolExecutor(min(STAT_THREADS, len(urls))) as pool:
         return list(pool.map(_described, urls)) if len(urls) > 1 else [_described(urls[0])]
@@ -539,16 +586,18 @@ def _numbered(pattern: str) -> list[str]:
     return [each for name in names for each in _numbered(name)]
 
 
-def listed_shards(shards: Any, options: Mapping[str, Any], suffixes: Container[str]) -> list[str]:
+def listed_shards(shards: Any, options: Mapping[str, Any], suffixes: Container[str]) -> dict[str, str]:
     """Returns the shards that patterns stand for, each once, in the order of their names within a pattern; a folder
-    stands for the files in it that end in one of the suffixes."""
-    patterns = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
-    urls = dict.fromkeys(
-        url for pattern in patterns for name in _numbered(os.fspath(pattern)) for url in _found(name, options, suffixes)
-    )
+    stands for the files in it that end in one of the suffixes. Each has the name that the user knows it by, which
+    differs from its own for the Hub's branches."""
+    patterns = [os.fspath(each) for each in ([shards] if isinstance(shards, (str, os.PathLike)) else shards)]
+    roots = at_commits(patterns, options)
+    names = [name for pattern in patterns for name in _numbered(moved(pattern, roots))]
+    named = {now: root for root, now in roots.items()}
+    urls = {url: moved(url, named) for name in names for url in _found(name, options, suffixes)}
     if not urls:
         raise DataError.of("shards", shards, "check the path")
-    return list(urls)
+    return urls
 
 
 def _found(name: str, options: Mapping[str, Any], suffixes: Container[str]) -> list[str]:
@@ -559,7 +608,7 @@ def _found(name: str, options: Mapping[str, Any], suffixes: Container[str]) -> l
         is_one = _is_shard(name, suffixes) or _suffix(name) in COMPRESSED_BY
         return [name] if is_one else _in_folder(name, list_folder(name, options), suffixes)
     name = os.path.abspath(os.path.expanduser(name))
-    if os.path.isdir(name):
+    if os.path.isdir(name) and _suffix(name) not in _FOLDERS:
         with os.scandir(name) as entries:
             return _in_folder(name, [each.path + "/" * each.is_dir() for each in entries], suffixes)
     return sorted(glob.glob(_pattern(name))) if "*" in name and not os.path.exists(name) else [name]

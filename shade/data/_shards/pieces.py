@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -10,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from shade.data._origin.origin import ByteRange, Origin
 from shade.data._origin.url_origin import is_url
 from shade.data._shards.blocks import coalesced
-from shade.data._shards.index import RangeParts, ShardFormat, ShardIndex, UnlikeIndexError
+from shade.data._shards.index import LibraryFormat, RangeParts, ShardFormat, ShardIndex, UnlikeIndexError
 from shade.data._shards.tables import TableRows
 from shade.data._source.source import CountOrigin
 
@@ -75,6 +76,9 @@ class PieceReader:
         self, rows: Mapping[Piece, list[int] | None], read: PiecesRead, count: CountOrigin
     ) -> Iterator[tuple[Piece, Sequence[Any]]]:
         """Yields what `read` does of pieces whose ranges were read."""
+        if isinstance(self._format, LibraryFormat):
+            yield from self._taken(self._format, rows, read, count)
+            return
         count(read.num_requests, read.num_bytes)
         for piece, wanted in rows.items():
             if piece in read.failures:
@@ -90,6 +94,25 @@ class PieceReader:
                 self._remember(piece, payloads)
                 payloads = [payloads[row] for row in wanted or ()]
             yield piece, payloads
+
+    def _taken(
+        self, library: LibraryFormat, rows: Mapping[Piece, list[int] | None], read: PiecesRead, count: CountOrigin
+    ) -> Iterator[tuple[Piece, Sequence[Any]]]:
+        for shard, opened in read.parts.items():
+            scan, first = self._index.scans[shard], self._index.first_samples[shard]
+            mine = {
+                piece: range(int(scan.rows_P[piece[1]])) if wanted is None else wanted
+                for piece, wanted in rows.items()
+                if piece[0] == shard
+            }
+            numbers = [self._index.first_sample(*piece) - first + row for piece, each in mine.items() for row in each]
+            try:
+                payloads: Iterator[Any] = iter(library.taken(scan, opened, numbers, self._columns))
+            except OSError as error:
+                payloads = itertools.repeat(error)
+            count(*library.counted(opened))
+            for piece, each in mine.items():
+                yield piece, list(itertools.islice(payloads, len(each)))
 
     def _payloads(self, piece: Piece, parts: Any, rows: list[int] | None) -> Sequence[bytes]:
         shard, number = piece
@@ -116,7 +139,7 @@ class PieceReader:
         by_shard = collections.defaultdict[int, list[Piece]](list)
         for piece in pieces:
             by_shard[piece[0]].append(piece)
-        if not is_url(entries[0].url):
+        if isinstance(self._format, LibraryFormat) or not is_url(entries[0].url):
             opened = {shard: self._format.opened(entries[shard].url, scans[shard]) for shard in by_shard}
             if None not in opened.values():
                 self._index.check(list(by_shard))

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ITEM
+from shade.data._origin.hub import revision_of
 from shade.data._origin.origin import FileOrigin, Origin
 from shade.data._origin.url_origin import UrlOrigin, is_url
 from shade.data._shards.blocks import Block, BlockTier, ReadAhead, memory_tier
@@ -48,7 +49,7 @@ _PROBED_ROWS: Final = 1000
 
 
 class Shards(Dataset[Any], ClosedByWith):
-    """Samples in shards, read where they lie: WebDataset's tars, zips, Parquet, Arrow of Hugging Face, MDS, LMDB.
+    """Samples in shards, read where they lie: WebDataset's tars, zips, Parquet, Arrow, MDS, LMDB, Lance.
 
     A sample is the value of one column, a tuple of several, or a dict of all. A column of an archive is an extension,
     such as ``jpg``, or ``seg.png``; pictures come as RGB images, ``cls`` as an int, ``json``, ``txt`` and ``npy``
@@ -81,22 +82,23 @@ class Shards(Dataset[Any], ClosedByWith):
         format: ShardFormat | None = None,
     ) -> None:
         url = None if disk is None else disk_url(disk)
-        urls = listed_shards(shards, options or {}, FORMATS if format is None else format.suffixes)
+        names = listed_shards(shards, options or {}, FORMATS if format is None else format.suffixes)
+        urls = list(names)
         self._format = FORMATS.get(suffix_of(urls))() if format is None else _named(format)
         self._format.require()
         self._single = isinstance(columns, str)
         self._columns = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
         self._decode = dict(decode or {})
         self._origin: Origin = UrlOrigin(options) if is_url(urls[0]) else FileOrigin()
-        folder = _default_folder() if index is None else os.path.expanduser(index)
-        entries = describe_shards(urls, options or {})
-        self._index = ShardIndex(entries, self._format, folder, self._origin, options)
+        entries = describe_shards(names, options or {}, self._format)
+        self._index = ShardIndex(entries, self._format, _folder_of(index), self._origin, options)
         if not len(self._index):
             raise DataError.of("at least one sample", 0, f"look into {shown_place(urls[0])}")
         self._index.check_columns({*(self._columns or ()), *self._decode})
-        chosen = None if self._columns is None else sorted(self._columns)
         # The name by which `shade.data._source.content` knows the content, as that of a Hugging Face data set.
+        chosen = self._columns and sorted(self._columns)
         self._fingerprint = xxhash.xxh3_64_hexdigest(f"{self._index.fingerprint} {chosen}".encode())
+        self.revision = revision_of((entry.fixed_name for entry in entries), self._fingerprint)  # for the sampler
         self._pieces = PieceReader(self._index, self._format, self._origin, self._columns)
         self._counting = threading.Lock()  # counts of several threads that read ahead
         self.first_sample_D: npt.NDArray[np.int64]
@@ -105,9 +107,8 @@ class Shards(Dataset[Any], ClosedByWith):
         self._ahead: ReadAhead | None = None
         self._window: BlockTier | None = None
         self._count: CountOrigin = not_counted
-        self._blocks: BlockTier | None = None
-        if url is not None:
-            self._blocks = BlockTier(url, f"{self._fingerprint}-blocks", len(self), self._mean_bytes())
+        name = f"{self._fingerprint}-blocks"
+        self._blocks = None if url is None else BlockTier(url, name, len(self), self._mean_bytes())
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_counting"}
@@ -407,7 +408,7 @@ class ShardSource(NearSource):
     target_N = None
 
     def __init__(self, shards: Shards) -> None:
-        self.shards, self.fingerprint = shards, shards.fingerprint
+        self.shards, self.fingerprint, self.revision = shards, shards.fingerprint, shards.revision
         self.payload_bytes_N, self.num_probes, self.probe_bytes = shards.probe()
 
     @override
@@ -446,7 +447,9 @@ def _lengths(payloads: Sequence[Any]) -> npt.NDArray[np.int64]:
     return np.array([0 if isinstance(each, Exception) else len(each) for each in payloads], dtype=np.int64)
 
 
-def _default_folder() -> str:
+def _folder_of(index: str | os.PathLike[str] | None) -> str:
+    if index is not None:
+        return os.path.expanduser(index)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(base, "shade", "shards")
 

@@ -46,7 +46,8 @@ _MAPPED, _COPIED = b"\0", b"\1"
 row takes as long as reading all, so it is read into memory."""
 
 
-def _pyarrow(module: str = "pyarrow") -> Any:
+def pyarrow(module: str = "pyarrow") -> Any:
+    """Returns a module of pyarrow, which is imported when a shard needs it."""
     return importlib.import_module(module)
 
 
@@ -58,7 +59,7 @@ class ArrowRows(ShardFormat):
     @override
     def row(self, scan: ShardScan, payload: Any, columns: Columns) -> dict[str, Any]:
         schema = self._schema(scan, columns)
-        batch = _pyarrow().ipc.read_record_batch(_pyarrow().py_buffer(payload), schema)
+        batch = pyarrow().ipc.read_record_batch(pyarrow().py_buffer(payload), schema)
         found: dict[str, Any] = batch.to_pylist()[0]
         return found
 
@@ -68,7 +69,7 @@ class ArrowRows(ShardFormat):
 
         def plain(extra: bytes) -> Any:
             fields = self._written_schema(extra)
-            return _pyarrow().schema(
+            return pyarrow().schema(
                 [
                     field.with_type(_plain_column(field.type))
                     for field in fields
@@ -78,12 +79,39 @@ class ArrowRows(ShardFormat):
 
         return scan.parsed(("payloads", chosen), plain)
 
+    @abstractmethod
+    def _written_schema(self, extra: bytes) -> Any:
+        """Returns the schema of a shard as it was written, without metadata."""
+
+    def _columns_of(self, name: str, extra: bytes) -> list[str]:
+        """Returns the names of a shard's columns; raises DataError for columns that have no names of their own, or a
+        type that cannot be cast to the plain one."""
+        schema, arrow = self._written_schema(extra), pyarrow()
+        for field in schema:
+            if schema.names.count(field.name) > 1:
+                got, cure = f"{field.name!r} twice", "rename one of them"
+                raise DataError.of(f"each column of {shown_place(name)} by a name of its own", got, cure)
+            try:
+                plain_rows(arrow.table({"": arrow.nulls(1, field.type)}), arrow.schema({"": _plain_column(field.type)}))
+            except arrow.ArrowException as error:
+                cure = f"write the column as {_plain_column(field.type)}"
+                got = f"{field.name!r} of type {field.type} ({error})"
+                raise DataError.of(f"columns of {shown_place(name)} that pyarrow can cast", got, cure) from error
+        names: list[str] = schema.names
+        if not names:
+            raise DataError.of(f"columns in {shown_place(name)}", "none", "leave the shard out")
+        return names
+
+
+class ArrowPieces(ArrowRows):
+    """Reads pieces as tables."""
+
     @override
     def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> Sequence[bytes]:
         schema = self._schema(scan, columns)
         try:
             table = self._table(scan, piece, parts, schema.names).replace_schema_metadata(None)
-            payloads = TableRows(_cast(table.select(schema.names), schema))
+            payloads = TableRows(plain_rows(table, schema))
         # pyarrow's own errors are of these kinds.
         except (OSError, EOFError, ValueError) as error:
             raise UnlikeIndexError(f"rows that pyarrow cannot read ({error})") from error
@@ -94,29 +122,6 @@ class ArrowRows(ShardFormat):
     @abstractmethod
     def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
         """Returns a piece as a table with these columns, and perhaps others."""
-
-    @abstractmethod
-    def _written_schema(self, extra: bytes) -> Any:
-        """Returns the schema of a shard as it was written, without metadata."""
-
-    def _columns_of(self, name: str, extra: bytes) -> list[str]:
-        """Returns the names of a shard's columns; raises DataError for columns that have no names of their own, or a
-        type that cannot be cast to the plain one."""
-        schema, arrow = self._written_schema(extra), _pyarrow()
-        for field in schema:
-            if schema.names.count(field.name) > 1:
-                got, cure = f"{field.name!r} twice", "rename one of them"
-                raise DataError.of(f"each column of {shown_place(name)} by a name of its own", got, cure)
-            try:
-                _cast(arrow.table({"": arrow.nulls(1, field.type)}), arrow.schema({"": _plain_column(field.type)}))
-            except arrow.ArrowException as error:
-                cure = f"write the column as {_plain_column(field.type)}"
-                got = f"{field.name!r} of type {field.type} ({error})"
-                raise DataError.of(f"columns of {shown_place(name)} that pyarrow can cast", got, cure) from error
-        names: list[str] = schema.names
-        if not names:
-            raise DataError.of(f"columns in {shown_place(name)}", "none", "leave the shard out")
-        return names
 
 
 class TableRows(Sequence[bytes]):
@@ -147,10 +152,11 @@ def _payload(row: Any) -> bytes:
     return payload
 
 
-def _cast(table: Any, schema: Any) -> Any:
-    """Returns a table with the types of a schema."""
+def plain_rows(table: Any, schema: Any) -> Any:
+    """Returns a table with the columns and types of a schema."""
+    table = table.select(schema.names)
     # Not all by `Table.cast`: pyarrow casts some nested types wrongly, even to their own.
-    arrow = _pyarrow()
+    arrow = pyarrow()
     for number, field in enumerate(schema):
         column = table.column(number)
         if column.type != field.type:
@@ -163,14 +169,14 @@ def _cast(table: Any, schema: Any) -> Any:
 
 def _plain_column(kind: Any) -> Any:
     """Returns `_plain` of a column's type, of an extension type that of its storage."""
-    if isinstance(kind, _pyarrow().BaseExtensionType) and _plain(kind.storage_type) != kind.storage_type:
+    if isinstance(kind, pyarrow().BaseExtensionType) and _plain(kind.storage_type) != kind.storage_type:
         return _plain(kind.storage_type)
     return _plain(kind)
 
 
 def _plain(kind: Any) -> Any:
     """Returns the type of the same values of which a slice has its own bytes alone."""
-    arrow = _pyarrow()
+    arrow = pyarrow()
     types = arrow.types
     if types.is_dictionary(kind):
         return _plain(kind.value_type)
@@ -196,7 +202,7 @@ def _plain(kind: Any) -> Any:
 
 
 @FORMATS.register("parquet")
-class ParquetFormat(ArrowRows):
+class ParquetFormat(ArrowPieces):
     """Parquet. Rows are compressed together, so that reading one takes as long as reading its row group."""
 
     keeps_rows = True
@@ -218,7 +224,7 @@ class ParquetFormat(ArrowRows):
         try:
             metadata = _footer(extra)
             columns = self._columns_of(name, extra)
-        except (_pyarrow().ArrowException, OSError) as error:
+        except (pyarrow().ArrowException, OSError) as error:
             raise _unread(name, "Parquet", error) from error
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         chunks = (group.column(number) for group in groups for number in range(group.num_columns))
@@ -241,7 +247,7 @@ class ParquetFormat(ArrowRows):
     @override
     def _written_schema(self, extra: bytes) -> Any:
         # The schema of the metadata has no extension types, such as that of UUIDs.
-        return _pyarrow("pyarrow.parquet").ParquetFile(_tail(extra)).schema_arrow.remove_metadata()
+        return pyarrow("pyarrow.parquet").ParquetFile(_tail(extra)).schema_arrow.remove_metadata()
 
     @staticmethod
     def _chunks(group: Any, columns: Columns) -> list[tuple[int, int]]:
@@ -267,13 +273,13 @@ class ParquetFormat(ArrowRows):
     def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
         (num_bytes,) = struct.unpack("<Q", scan.extra[:8])
         source = RangeFile(num_bytes, parts.range)
-        file = _pyarrow("pyarrow.parquet").ParquetFile(source, metadata=self._metadata(scan))
+        file = pyarrow("pyarrow.parquet").ParquetFile(source, metadata=self._metadata(scan))
         return file.read_row_group(piece, columns=names, use_threads=False)
 
 
 def _footer(extra: bytes) -> Any:
     """Returns the metadata of a Parquet file, from its length and its last bytes."""
-    return _pyarrow("pyarrow.parquet").read_metadata(_tail(extra))
+    return pyarrow("pyarrow.parquet").read_metadata(_tail(extra))
 
 
 def _tail(extra: bytes) -> io.BytesIO:
@@ -290,7 +296,7 @@ def _unread(name: str, kind: str, error: Exception) -> DataError:
 
 
 @FORMATS.register("arrow")
-class ArrowFormat(ArrowRows):
+class ArrowFormat(ArrowPieces):
     """Arrow's IPC files and streams, which Hugging Face's ``datasets`` keeps. A local one is mapped into memory."""
 
     keeps_rows = True
@@ -330,11 +336,11 @@ class ArrowFormat(ArrowRows):
 
     @override
     def _written_schema(self, extra: bytes) -> Any:
-        return _pyarrow().ipc.read_schema(_pyarrow().py_buffer(extra[1:])).remove_metadata()
+        return pyarrow().ipc.read_schema(pyarrow().py_buffer(extra[1:])).remove_metadata()
 
     @override
     def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
-        arrow, written = _pyarrow(), scan.parsed("written", self._written_schema)
+        arrow, written = pyarrow(), scan.parsed("written", self._written_schema)
         content = arrow.py_buffer(parts.range(*scan.span(piece)))
         return arrow.Table.from_batches([arrow.ipc.read_record_batch(content, written)])
 
@@ -342,7 +348,7 @@ class ArrowFormat(ArrowRows):
 def _by_footer(file: ShardFile) -> tuple[bytes, list[tuple[int, int, int]]]:
     """Returns an Arrow file's schema, and where each record batch begins, the bytes of its header and of its body."""
     # pyarrow opens a file by its footer, and says all of it but the places.
-    with _pyarrow().ipc.open_file(file.as_file()) as reader:
+    with pyarrow().ipc.open_file(file.as_file()) as reader:
         schema, num_batches = reader.schema, reader.num_record_batches
     end = file.entry.num_bytes - len(_ARROW_MARK) - 4
     (length,) = struct.unpack("<i", file.range(end, end + 4))

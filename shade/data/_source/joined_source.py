@@ -25,6 +25,7 @@ class JoinedSource(NearSource):
         digest.update(selection.leaf_N.tobytes())
         digest.update(selection.index_N.tobytes())
         self.fingerprint = digest.hexdigest()
+        self.revision = " and ".join(each.revision for each in sources if each.revision) or None
         self.num_probes = sum(source.num_probes for source in sources)
         self.probe_bytes = sum(source.probe_bytes for source in sources)
         self.payload_bytes_N = np.empty(len(selection.leaf_N), np.int64)

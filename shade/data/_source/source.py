@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from shade.cache.entry import FORMAT_ENCODED, FORMAT_ITEM
 from shade.data._decode.jpeg import decode_rgb
+from shade.data._origin.hub import commits_of, is_hub, revision_of
 from shade.data._origin.origin import FileOrigin, Origin
 from shade.data._origin.url_origin import Entry, UrlOrigin, describe_many, is_url, root_of
 from shade.data._source import item_codec, item_columns
@@ -82,6 +83,9 @@ class SampleSource(Protocol):
     """Whether reading an item twice gave two results."""
     has_encoded_items: bool
     """Whether a payload in the cache is all of a sample, encoded by `item_codec`."""
+    revision: str | None = None
+    """Repositories of the Hub and tables, as they are read (`revision_of`): other ranks, and the run that resumes, have
+    to read the same."""
 
     def read_many(self, indices: list[int], count: CountOrigin) -> list[Any]:
         """Reads payloads in order, with an exception object in place of one that could not be read."""
@@ -194,6 +198,7 @@ class FileSource(SampleSource):
         digest.update(self._end_N.tobytes())
         digest.update(state)
         self.fingerprint = digest.hexdigest()
+        self.revision = revision_of([commits_of(paths)], self.fingerprint) if is_hub(paths[0]) else None
 
     def __getstate__(self) -> dict[str, Any]:
         self._look()

@@ -3,6 +3,6 @@
 Importing this package registers every compressor and quantiser.
 """
 
-from shade.gradient._compress import quantiser, random_k, threshold
+from shade.gradient._compress import chunk_top_k, quantiser, random_k, threshold
 
-__all__ = ["quantiser", "random_k", "threshold"]
+__all__ = ["chunk_top_k", "quantiser", "random_k", "threshold"]

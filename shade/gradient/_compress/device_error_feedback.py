@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 from shade.errors import ConfigError, StateMismatchError
+from shade.gradient._compress.chunk_top_k import ChunkTopK
 from shade.gradient._compress.compressor import Compressor, Key, Sparse, check_density, non_finite, wanted_count
 from shade.gradient._compress.correction import STEPS, Correction, Tensors, read_array
 from shade.gradient._compress.error_feedback import check_size
 from shade.gradient._compress.quantiser import Quantiser
 from shade.gradient._compress.random_k import RandomK, draw_places
 from shade.gradient._compress.threshold import ThresholdCompressor
+from shade.gradient._kernels.lines import CHUNK
 
 _SAMPLED = 2**17
 """Units in the sample for a threshold; a smaller bucket is sampled whole."""
@@ -42,11 +44,12 @@ class DeviceErrorFeedback:
         device: torch.device,
         *,
         correction: Correction | None = None,
+        decay: float = 1.0,
     ) -> None:
         if not is_known(compressor):
             cure = "compress on the host, or use a threshold"
             raise ConfigError.of("a compressor with a device version", type(compressor).__name__, cure)
-        self.size, self.device, self.correction = size, device, correction
+        self.size, self.device, self.correction, self._decay = size, device, correction, decay
         self.compressor, self.quantiser = compressor, quantiser
         self._residual_D = torch.zeros(size, device=device)
         self._moments: Tensors = {}
@@ -75,7 +78,7 @@ class DeviceErrorFeedback:
                 added_D[part] = 0
                 for name in self.correction.names:
                     moments[name][part] = self._moments[name][part] if name in self._moments else 0
-        rest_D = self._residual_D + added_D
+        rest_D = added_D.add(self._residual_D, alpha=self._decay)
         if self.size and not bool(torch.isfinite(rest_D).all()):
             raise non_finite()
         places_K = self._pick(rest_D, density, key)
@@ -133,6 +136,8 @@ class DeviceErrorFeedback:
 
     def _pick(self, sum_D: torch.Tensor, density: float, key: Key) -> torch.Tensor:
         """Returns the indices to send, int64 (K,), ascending."""
+        if isinstance(self.compressor, ChunkTopK):
+            return _largest_of_chunks(sum_D, density)
         if not isinstance(self.compressor, ThresholdCompressor):
             return torch.from_numpy(draw_places(self.size, density, key)).to(self.device)
         unit, tolerance = self.compressor.unit, self.compressor.tolerance
@@ -147,7 +152,7 @@ class DeviceErrorFeedback:
 
 def is_known(compressor: Compressor) -> bool:
     """Returns whether the compressor has a device version."""
-    return isinstance(compressor, (ThresholdCompressor, RandomK))
+    return isinstance(compressor, (ThresholdCompressor, ChunkTopK, RandomK))
 
 
 def _scores(sum_D: torch.Tensor, unit: int) -> torch.Tensor:
@@ -157,6 +162,18 @@ def _scores(sum_D: torch.Tensor, unit: int) -> torch.Tensor:
     filled = torch.nn.functional.pad(sum_D, (0, -len(sum_D) % unit)).view(-1, unit)
     largest = sum_D.abs().amax()
     return (filled / torch.where(largest > 0, largest, 1)).square().sum(dim=1)
+
+
+def _largest_of_chunks(sum_D: torch.Tensor, density: float) -> torch.Tensor:
+    """Returns what `ChunkTopK` picks, ascending."""
+    chunks = torch.nn.functional.pad(sum_D.abs(), (0, -len(sum_D) % CHUNK)).view(-1, CHUNK)
+    # A stable sort, because of equal ones the first is picked; so a place in the padding is never reached.
+    places = chunks.sort(dim=1, descending=True, stable=True).indices
+    ends = torch.arange(len(chunks) + 1, device=sum_D.device, dtype=torch.float64).mul_(CHUNK).clamp_(max=len(sum_D))
+    is_picked = torch.arange(CHUNK, device=sum_D.device) < (ends * density).ceil_().diff()[:, None]
+    places += torch.arange(0, chunks.numel(), CHUNK, device=sum_D.device)[:, None]
+    picked = places[is_picked].sort().values
+    return picked[sum_D[picked] != 0]
 
 
 def _over_threshold(score_U: torch.Tensor, wanted: int, tolerance: float, key: Key) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Keeps the residual of one bucket on one rank: what was not sent is added to the next gradient.
 
-Invariant: **the sum of all that was sent and of what is kept is the sum of all gradients**. It also holds when values
-were rounded, a payload was lost, a rank left, or a run resumed from a snapshot.
+Invariant: **the sum of all that was sent and of what is kept is the sum of all gradients**, unless the residual decays.
+It also holds when values were rounded, a payload was lost, a rank left, or a run resumed from a snapshot.
 
 A step ends in one of three ways. Usually the payload arrives, and nothing is left to do. If the payload did not arrive
 but the step counts, `absorb` adds it to the residual again. If the step is cancelled (a NaN on some rank, a GradScaler
@@ -58,12 +58,19 @@ class ErrorFeedback:
         compressor: Picks the elements; serves this bucket only.
         quantiser: Rounds the picked values.
         correction: Applied to the gradient, for an optimizer without state; None: none.
+        decay: What is left of the residual when the next gradient is added; below 1 old mass is forgotten.
     """
 
     def __init__(
-        self, size: int, compressor: Compressor, quantiser: Quantiser, *, correction: Correction | None = None
+        self,
+        size: int,
+        compressor: Compressor,
+        quantiser: Quantiser,
+        *,
+        correction: Correction | None = None,
+        decay: float = 1.0,
     ) -> None:
-        self.size = size
+        self.size, self._decay = size, np.float32(decay)
         self.compressor, self.quantiser = compressor, quantiser
         self._residual_D, self._other_residual_D = aligned_zeros(size), aligned_zeros(size)
         self._memory = make_correction_memory(correction, size)
@@ -98,7 +105,9 @@ class ErrorFeedback:
         # The second buffers are overwritten from here on.
         self._is_undoable = False
         added_D = self._memory.corrected(added_D, held)
-        picked = self.compressor.select(added_D, self._residual_D, self._other_residual_D, density, key)
+        # Into new memory, because `undo` returns to the residual as it was.
+        residual_D = self._residual_D if self._decay == 1 else self._residual_D * self._decay
+        picked = self.compressor.select(added_D, residual_D, self._other_residual_D, density, key)
         # Before they are rounded: int8 has one scale for neighbours in the message.
         picked = _hold(picked, held, self._other_residual_D)
         seen_K = self.quantiser.decode(self.quantiser.encode(picked.values_K), picked.count)

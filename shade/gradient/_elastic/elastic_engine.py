@@ -31,13 +31,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from shade.errors import ConfigError, PeerLostError
@@ -45,101 +42,13 @@ from shade.gradient._comm.step import CALLS, LEAVES, STAYS, GradientStep, StepSt
 from shade.gradient._comm.topology import FlatTopology
 from shade.gradient._comm.transport import Transport
 from shade.gradient._compress.compressor import Sparse
-from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
-from shade.gradient._compress.error_feedback import ErrorFeedback
 from shade.gradient._elastic.membership import Generation, Membership
-from shade.gradient._engine.bucket_state import BucketState
+from shade.gradient._elastic.membership_change import MembershipChange, lagging_ranks, residual_norm, source_rank
 from shade.gradient._engine.consistency import broadcast_replica
 from shade.gradient._engine.engine import GradientEngine
 from shade.gradient._engine.replica import broadcast_untrained, broadcast_weights, check_same_setup
 from shade.gradient._kernels.build import build
 from shade.gradient._optim.base import SparseOptimizer, plain_groups
-
-_SAMPLED_LINES = 2**14
-
-
-@dataclass(frozen=True)
-class MembershipChange:
-    """A generation that formed after this process had joined."""
-
-    generation: int
-    step: int
-    """The next step."""
-    rank: int
-    """This process's from now on."""
-    world_size: int
-    num_lost: int
-    """Ranks that fell silent; a slow one may return."""
-    lost_share: float
-    """The share of their residuals in the squared norm of all residuals, by their last statuses."""
-    num_left: int
-    num_joined: int
-    num_repaired: int
-    """Buckets that differed between ranks; there should be none."""
-    seconds: float
-    """From the loss to the next step."""
-
-    @classmethod
-    def of(
-        cls, generation: Generation, size_before: int, step: int, num_repaired: int, seconds: float
-    ) -> MembershipChange:
-        """Computes the change that a generation brings to a group of ``size_before`` ranks."""
-        lost = [status for status in generation.gone if status]
-        energies = [float(status.get("kept", 0.0)) ** 2 for status in lost]
-        total = sum(energies) + sum(float(each.status.get("kept", 0.0)) ** 2 for each in generation.members)
-        num_stayed = sum(each.rank_before is not None for each in generation.members)
-        return cls(
-            generation=generation.number,
-            step=step,
-            rank=generation.rank,
-            world_size=generation.world_size,
-            num_lost=len(lost),
-            lost_share=sum(energies) / total if total else 0.0,
-            num_left=max(0, size_before - num_stayed - len(lost)),
-            num_joined=generation.world_size - num_stayed,
-            num_repaired=num_repaired,
-            seconds=seconds,
-        )
-
-
-def source_rank(generation: Generation) -> int | None:
-    """Returns the lowest of the ranks that have applied most; None if no rank has trained yet."""
-    # All members read the same statuses, so all conclude the same without another exchange.
-    trained = [rank for rank, each in enumerate(generation.members) if "applied" in each.status]
-    stayed = [rank for rank in trained if generation.members[rank].rank_before is not None]
-    # A rank that was taken for lost and returns may have applied what no other rank has.
-    # It counts only if there is no other.
-    applied = {rank: generation.members[rank].status["applied"] for rank in stayed or trained}
-    return max(applied, key=lambda rank: (applied[rank], -rank), default=None)
-
-
-def lagging_ranks(generation: Generation) -> list[int]:
-    """Returns the ranks that lack state of the source and cannot catch up alone."""
-    source = source_rank(generation)
-    if source is None:
-        return list(range(generation.world_size))
-    aim = generation.members[source].status["applied"]
-
-    def has(rank: int) -> bool:
-        member = generation.members[rank]
-        stayed = member.rank_before is not None and "applied" in member.status
-        return rank == source or (stayed and aim in (member.status["applied"], member.status["unvoted"]))
-
-    return [rank for rank in range(generation.world_size) if not has(rank)]
-
-
-def residual_norm(bucket_states: Sequence[BucketState]) -> float:
-    """Estimates the norm of all residuals, from a sample of each large bucket."""
-    return math.sqrt(sum(_energy(each.feedback) for each in bucket_states))
-
-
-def _energy(feedback: ErrorFeedback | DeviceErrorFeedback) -> float:
-    residual_D = torch.as_tensor(feedback.residual_D)
-    stride = feedback.size // 16 // _SAMPLED_LINES
-    if stride > 1:
-        residual_D = residual_D[: feedback.size // (16 * stride) * 16 * stride].view(-1, stride, 16)[:, 0]
-    return float(residual_D.double().square().sum()) * max(1, stride)
-
 
 _PUBLISH_SECONDS = 1.0
 # Ranks of one node cannot be summed densely first (``local_size``), since a node may lose a rank.
@@ -392,12 +301,7 @@ class ElasticEngine(GradientEngine):
         self.changes.append(change)
         for name, amount in (("generations", 1), ("lost_ranks", change.num_lost), ("repaired_buckets", num_repaired)):
             self._meter.count(name, amount)
-        logger.warning(
-            "generation %d: %d ranks continue from step %d (%d lost, with %.0f %% of the squared norm of the "
-            "residuals; %d left, %d joined) after %.1f s",
-            *(change.generation, change.world_size, change.step, change.num_lost, 100 * change.lost_share),
-            *(change.num_left, change.num_joined, change.seconds),
-        )
+        logger.warning("%s", change)
 
 
 def _compile() -> None:

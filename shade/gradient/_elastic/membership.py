@@ -74,6 +74,7 @@ class Membership:
     Args:
         address: ``host:port`` of the rendezvous server, see `shade.gradient.rendezvous`.
         num_members: Processes that the first generation waits for; later there may be fewer, or more.
+        min_members: The fewest that train together; fewer wait for others.
         run: Name of the training, the same on all members, unique at one server.
         timeout_seconds: Longest silence of a rank in an exchange, > 0: the time to notice a loss.
         patience_seconds: How long a new generation waits for a live member: longer than the longest time between two
@@ -90,20 +91,22 @@ class Membership:
         address: str,
         num_members: int,
         *,
+        min_members: int = 1,
         run: str = "run",
         timeout_seconds: float = TIMEOUT_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
         dead_seconds: float = DEAD_SECONDS,
         give_up_seconds: float = GIVE_UP_SECONDS,
     ) -> None:
-        if num_members < 1:
-            raise ConfigError.of("num_members ≥ 1", num_members, "count this process too")
+        if not 1 <= min_members <= num_members:
+            cure = "count this process too"
+            raise ConfigError.of("1 ≤ min_members ≤ num_members", (min_members, num_members), cure)
         if not 0 < dead_seconds <= patience_seconds <= give_up_seconds:
             got = (dead_seconds, patience_seconds, give_up_seconds)
             cure = f"{DEAD_SECONDS:g}, {PATIENCE_SECONDS:g} and {GIVE_UP_SECONDS:g} are the defaults"
             raise ConfigError.of("0 < dead_seconds ≤ patience_seconds ≤ give_up_seconds", got, cure)
         self.timeout_seconds = timeout_seconds
-        self._num_members = num_members
+        self._num_members, self._min_members = num_members, min_members
         self._patience_seconds, self._dead_seconds = patience_seconds, dead_seconds
         self._give_up_seconds = give_up_seconds
         self._rendezvous = Rendezvous(address, run)
@@ -223,7 +226,7 @@ class Membership:
             waited_for = [each for each in members_before if each not in seated]
             missing = [each for each in waited_for if self._rendezvous.silence_seconds(each) <= self._dead_seconds]
             is_complete = not missing if old else not missing and len(seated) >= self._num_members
-            if not is_complete and not (old and is_late):
+            if (not is_complete and not (old and is_late)) or len(seated) < self._min_members:
                 return None
             new = [each for each in seated if each not in members_before]
             # As the writer has received them, for all: another member may not yet know that a process left on purpose.

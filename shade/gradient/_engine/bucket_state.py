@@ -45,6 +45,7 @@ def make_bucket_states(
     compressor: str,
     quantiser: str,
     corrections: Sequence[Correction | None] = (),
+    decay: float = 1.0,
 ) -> tuple[BucketState, ...]:
     """Makes the state of each bucket; ``corrections`` has one for each optimizer group, or is empty."""
     bucket_states = []
@@ -56,10 +57,10 @@ def make_bucket_states(
         correction = corrections[bucket.group] if corrections else None
         feedback: ErrorFeedback | DeviceErrorFeedback
         if size == bucket.size and not bucket.is_dense and is_accelerator(bucket.device) and is_known(parts[0]):
-            feedback = DeviceErrorFeedback(size, *parts, bucket.device, correction=correction)
+            feedback = DeviceErrorFeedback(size, *parts, bucket.device, correction=correction, decay=decay)
         else:
             # Also for sums over a node, which are made on the host.
-            feedback = ErrorFeedback(size, *parts, correction=correction)
+            feedback = ErrorFeedback(size, *parts, correction=correction, decay=decay)
         bucket_states.append(BucketState(bucket, feedback, name))
     return tuple(bucket_states)
 
@@ -87,7 +88,7 @@ class EngineState:
             "names": [list(each.bucket.names) for each in self._bucket_states],
             "parts": self._parts,
             "residuals": [each.feedback.state_dict() for each in self._bucket_states],
-            "late": None if late is None else _pack_late(late),
+            "late": None if late is None else pack_late(late),
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> GradientStep | None:
@@ -109,7 +110,7 @@ class EngineState:
                 if got != size:
                     raise StateMismatchError.of(f"a residual of {size} elements", got, _CURE)
         # The merged gradient that is still to be applied is the same on every rank: any rank's state has it.
-        late = _unpack_late(states[0]["late"], self._bucket_states)
+        late = unpack_late(states[0]["late"], self._bucket_states)
         for number, bucket_state in enumerate(self._bucket_states):
             feedback = bucket_state.feedback
             # A rank that no earlier world had starts with a residual of zero.
@@ -125,7 +126,8 @@ class EngineState:
         return rank == world.rank if rank < world.world_size else rank % world.world_size == world.rank
 
 
-def _pack_late(work: GradientStep) -> dict[str, Any]:
+def pack_late(work: GradientStep) -> dict[str, Any]:
+    """Returns a step that has ended and is still to be applied, in plain values and tensors."""
     return {
         "step": work.step,
         "num_samples": work.num_samples,
@@ -139,7 +141,8 @@ def _pack_late(work: GradientStep) -> dict[str, Any]:
     }
 
 
-def _unpack_late(state: Mapping[str, Any] | None, bucket_states: Sequence[BucketState]) -> GradientStep | None:
+def unpack_late(state: Mapping[str, Any] | None, bucket_states: Sequence[BucketState]) -> GradientStep | None:
+    """Returns the step that `pack_late` packed, of the same buckets."""
     if state is None:
         return None
     work = GradientStep(int(state["step"]), [1] * len(bucket_states), 1.0, int(state["num_samples"]))

@@ -9,10 +9,12 @@ from shade.types import Floats
 
 LINE = 16
 """Elements of a cache line."""
+CHUNK = 4096
+"""Elements of a chunk, of which the largest few are picked; they fit into the first-level cache."""
 TILE = 2**14
 """Elements between two checks of the room that is left: outputs need room for a tile more than is picked."""
 OVERFLOW = -1
-"""Returned instead of a count when the room did not suffice."""
+"""Returned instead of a count when the room did not suffice, or a sum that is counted was not finite."""
 
 ALIGNMENT_BYTES = 64
 """Where the memory for a rest begins: streaming stores write whole lines of the cache."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from shade._lazy import compiled
 from shade.gradient._kernels import lanes
-from shade.gradient._kernels.lines import LINE, OVERFLOW, TILE, Places, aligned_zeros
+from shade.gradient._kernels.lines import CHUNK, LINE, OVERFLOW, TILE, Places, aligned_zeros
 from shade.types import Bools, Floats
 
 # numba looks for negative indices in signed offsets, and that prevents vector code.
@@ -165,6 +165,54 @@ def pick_lines(
             rest_D[whole:size] = np.float32(0)
             count += _U64(1)
     return np.int64(count)
+
+
+@compiled
+def pick_chunks(gradient_D: Any, residual_D: Any, rest_D: Any, density: Any, indices: Any, values: Any) -> int:
+    """Adds two arrays, moves the largest elements of each chunk of the sum to a list, and writes the rest.
+
+    Args:
+        gradient_D: Unchanged.
+        residual_D: Unchanged.
+        rest_D: Becomes the sum, 0 where picked.
+        density: The share to pick. Of equal magnitudes the first is picked; a zero is not.
+        indices: Becomes the picked places, ascending; room for all that are wanted.
+        values: As long; becomes their sums.
+
+    Returns:
+        The number of picked elements; `OVERFLOW` if the sum holds NaN or infinity.
+    """
+    # Without their sign, the bits of floats are in the order of the floats.
+    bits, bins, words = np.empty(CHUNK, np.uint32), np.empty(2048, np.int64), rest_D.view(np.uint32)
+    count = 0
+    for start in range(0, gradient_D.size, CHUNK):
+        stop = min(start + CHUNK, gradient_D.size)
+        for place in range(start, stop):
+            rest_D[place] = gradient_D[place] + residual_D[place]
+        for place in range(start, stop):
+            bits[place - start] = words[place] & np.uint32(0x7FFFFFFF)
+        # The last magnitude that is wanted, from its first 11 bits to its last 10.
+        last, missing = np.uint32(0), np.int64(np.ceil(stop * density) - np.ceil(start * density))
+        for shift in (20, 10, 0):
+            bins[:] = 0
+            digits, higher = np.uint32(2047 if shift == 20 else 1023), np.uint32(31 if shift == 20 else shift + 10)
+            for place in range(stop - start):
+                if bits[place] >> higher == last:
+                    bins[bits[place] >> np.uint32(shift) & digits] += 1
+            if shift == 20 and bins[2040:].any():
+                return OVERFLOW
+            digit = np.int64(digits)
+            while digit > 0 and missing > bins[digit]:
+                missing -= bins[digit]
+                digit -= 1
+            last = last << np.uint32(11 if shift == 20 else 10) | np.uint32(digit)
+        for place in range(stop - start):
+            if bits[place] >= last and bits[place] > 0 and (bits[place] > last or missing > 0):
+                missing -= bits[place] == last
+                indices[count], values[count] = start + place, rest_D[start + place]
+                rest_D[start + place] = np.float32(0)
+                count += 1
+    return count
 
 
 @compiled
@@ -332,6 +380,7 @@ def probe() -> None:
     places, values = np.zeros(LINE, dtype=np.uint32), np.zeros(LINE, dtype=np.float32)
     pick_elements(gradient_D, residual_D, rest_D, 1.0, places, values)
     pick_lines(gradient_D, residual_D, rest_D, 1.0, 1.0, places, values)
+    pick_chunks(gradient_D, residual_D, rest_D, 1.0, places, values)
     gain_momentum(velocity_D, gradient_D, 0.5, rest_D)
     add_sample(gradient_D, residual_D, 0, 1, values.reshape(1, LINE))
     line_energy(values.reshape(1, LINE), np.float32(1))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
+import torch
 
+from shade.checkpoint._restore import reader, restore
 from shade.checkpoint._restore.reader import Reader
 from shade.checkpoint._restore.restore import read_newest, read_newest_alone
 from shade.checkpoint._tiers.tier import Shard, Tier
@@ -61,6 +64,35 @@ def test_every_rank_gets_all_of_the_newest(num_ranks: int) -> None:
     results = found([[shared]] * num_ranks)
     assert all(each[:2] == (SECOND.record, SECOND.tensors) for each in results)
     assert sorted(shared.read) == [0, 0, 1, 1, 2, 2], "a shared link carries each chunk once"
+
+
+def test_a_rank_reads_on_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk is under way before the first one is sent, though each is a batch and a part by itself."""
+    monkeypatch.setattr(restore, "_BATCH", 1)
+    monkeypatch.setattr(reader, "_PART", 1)
+    shared, is_read = storage(SECOND), threading.Event()
+    read_chunks = shared.read_chunks
+
+    def noted(*args: Any) -> Any:
+        found = read_chunks(*args)
+        if len(shared.read) == 6:
+            is_read.set()
+        return found
+
+    monkeypatch.setattr(shared, "read_chunks", noted)
+
+    def act(group: RankGroup) -> Any:
+        send, waited = group.broadcast, []
+
+        def broadcast(tensor: torch.Tensor, source: int) -> None:
+            waited.append(is_read.wait(30))
+            send(tensor, source)
+
+        monkeypatch.setattr(group, "broadcast", broadcast)
+        read_newest(Reader([shared]), group)
+        return waited
+
+    assert all(map(all, together(2, act)))
 
 
 def test_what_lies_near_every_rank_is_read_by_each_and_storage_by_none() -> None:

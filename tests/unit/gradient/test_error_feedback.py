@@ -44,6 +44,21 @@ def test_momentum_is_corrected_and_masked_as_in_the_paper() -> None:
         np.testing.assert_array_equal(memory.state_dict()["velocity"].numpy(), velocity_D)
 
 
+def test_a_residual_that_decays_is_sparse_loco_s_and_can_be_undone() -> None:
+    memory, residual_D = feedback(decay=0.95), np.zeros(SIZE, np.float32)
+    for step, gradient_D in enumerate(gradients(20)):
+        if step % 4 == 2:
+            memory.compress(-gradient_D, 0.01, Key(0, step, 1))
+            memory.undo()
+        residual_D = np.float32(0.95) * residual_D + gradient_D
+        picked_K = np.sort(np.argsort(np.abs(residual_D))[-10:])
+        sent = memory.compress(gradient_D, 0.01, Key(0, step, 0))
+        np.testing.assert_array_equal(sent.indices_K, picked_K)
+        np.testing.assert_array_equal(sent.values_K, residual_D[picked_K])
+        residual_D[picked_K] = 0
+        np.testing.assert_array_equal(memory.residual_D, residual_D)
+
+
 @pytest.mark.parametrize("size", [0, 1, SIZE - 1, SIZE + 1])
 def test_a_gradient_of_another_size_changes_nothing(size: int) -> None:
     memory = feedback(correction=MomentumCorrection(0.9))

@@ -50,6 +50,27 @@ def lines(way: Any, size: int, threshold: float, room: int | None = None) -> tup
     return places[:count].tobytes(), values[: count * LINE].tobytes(), rest_D.tobytes()
 
 
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 4095, 4096, 4097, 3 * 4096 + 100])
+def test_every_way_picks_the_same_of_each_chunk(size: int) -> None:
+    """Coarse values, so that many are equal: the first of them are picked."""
+    gradient_D, residual_D = (np.round(each * 4) / 4 for each in bucket(size))
+    for density in (1e-5, 1 / 64, 0.3, 1.0):
+        left = []
+        for way in WAYS.values():
+            rest_D, places, values = aligned_zeros(size), np.zeros(size, np.uint32), np.zeros(size, np.float32)
+            count = way.pick_chunks(gradient_D, residual_D, rest_D, density, places, values)
+            left.append((places[:count].tobytes(), values[:count].tobytes(), rest_D.tobytes()))
+        assert left[0] == left[1]
+
+
+@each_way
+def test_chunks_that_are_not_finite_are_refused(way: Any) -> None:
+    for place, bad in ((0, np.nan), (5000, np.inf), (4095, -np.inf)):
+        gradient_D, residual_D, places = bucket(5001)[0].copy(), np.zeros(5001, np.float32), np.zeros(100, np.uint32)
+        gradient_D[place] = bad
+        assert way.pick_chunks(gradient_D, residual_D, aligned_zeros(5001), 1e-5, places, places.view("f4")) == OVERFLOW
+
+
 def momentum(way: Any, size: int) -> bytes:
     """What a step of momentum leaves behind."""
     velocity_D, gradient_D = bucket(size)

@@ -42,14 +42,31 @@ def test_int8_has_a_scale_for_each_block() -> None:
     assert seen[256:] == pytest.approx([1.27, -0.64, 0.0], abs=1e-6)
 
 
+def test_int2_has_two_magnitudes_for_each_block() -> None:
+    values = [1.0, -1.0, 3.0, -3.0] * 16 + [0.5] * 3
+    assert through("int2", values) == values
+    assert through("int2", [1.0, -2.0, 30.0, -40.0, 50.0]) == [1.5, -1.5, 40.0, -40.0, 40.0]
+    assert through("int2", [0.0, 0.0, -7.0]) == [0.0, 0.0, -7.0]
+
+
+def test_int2_is_as_near_as_two_magnitudes_can_be() -> None:
+    magnitudes = np.sort(np.random.default_rng(0).laplace(size=64).astype(np.float32) ** 2)
+    cuts = [(magnitudes[:cut], magnitudes[cut:]) for cut in range(1, 64)]
+    least = min(sum(float(((part - part.mean()) ** 2).sum()) for part in cut) for cut in cuts)
+    signs = np.where(np.arange(64) % 3, 1, -1).astype(np.float32)
+    seen = np.array(through("int2", (magnitudes * signs).tolist()))
+    assert float(((seen - magnitudes * signs) ** 2).sum()) < 1.01 * least
+
+
 def test_bytes_as_promised() -> None:
-    assert [codec(name).num_bytes(1000) for name in ("none", "bf16", "int8")] == [4000, 2000, 1016]
+    assert [codec(name).num_bytes(1000) for name in ("none", "bf16", "int8", "int2")] == [4000, 2000, 1016, 314]
 
 
 @pytest.mark.parametrize("name", list(QUANTISERS))
 def test_bytes_of_another_count_are_refused(name: str) -> None:
     data = codec(name).encode(np.ones(300, dtype=np.float32))
-    for count in (299, 301, 0, -1):
+    share = 300 // len(data) + 1  # values that may share a byte
+    for count in (300 - share, 300 + share, 0, -1):
         with pytest.raises(PayloadError, match="sender and receiver differ"):
             codec(name).decode(data, count)
     with pytest.raises(PayloadError):

@@ -1,4 +1,4 @@
-"""Makes the pictures of the report, of ``shade top`` and of the quality sheet. ``scripts/docs screenshots`` runs it.
+"""Makes the pictures of the report, ``shade top``, the quality sheet and the dashboard; ``scripts/docs screenshots``.
 
 It trains once on digits of which a tenth has a wrong label, and takes the pictures from that run: the page in a
 headless Chromium, the terminal view through rich, the sheet as it is. Look at each before you commit it.
@@ -7,6 +7,7 @@ headless Chromium, the terminal view through rich, the sheet as it is. Look at e
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from shade.cli.top import screenful
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 IMAGES: Final = ROOT / "docs" / "images"
+DASHBOARD: Final = ROOT / "deploy" / "grafana" / "shade.json"
 RUN: Final = "runs/digits"
 MOST_BYTES: Final = 150_000
 PAGE_SIZE: Final = (1180, 1345)
@@ -44,7 +46,7 @@ SVG: Final = """\
 
 
 def main() -> None:
-    """Trains, and writes the three pictures."""
+    """Trains, and writes the pictures."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         sys.exit("screenshots: expected a Chromium on PATH, got none; apt-get install chromium")
@@ -63,6 +65,7 @@ def main() -> None:
         for verb in ("quality", "report"):
             subprocess.run([sys.executable, "-m", "shade", verb, RUN], cwd=here, check=True, stdout=subprocess.DEVNULL)
         show_page(browser, here)
+        show_dashboard(here)
         keep(here / RUN / "quality.png", "quality.png")
 
 
@@ -89,6 +92,43 @@ def show_top(here: Path) -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print("\n".join(["[bold]$ shade top runs/digits[/bold]", *lines[1:]]).rstrip() + "\n", highlight=False)
     (IMAGES / "top.svg").write_text(console.export_svg(title="", code_format=SVG), encoding="utf-8")
+
+
+def show_dashboard(here: Path) -> None:
+    """Draws deploy/grafana/shade.json's panels from a run's rows, over epochs: a stand-in where no Grafana runs."""
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for line in (here / RUN / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["kind"] == "epoch" and row.get("epoch_seconds")]
+
+    def shares(cause: str) -> list[float]:
+        return [(row["stall_seconds"] | row).get(cause, 0.0) / row["epoch_seconds"] for row in rows]
+
+    curves = {
+        "Samples a second": {"all ranks": [row["samples"] / row["epoch_seconds"] for row in rows]},
+        "Hit ratio of the epoch": {"hits": [row["hits"] / max(1, row["hits"] + row["misses"]) for row in rows]},
+        "What the training waits for": {
+            name: shares(name) for name in ("origin", "cache", "decode", "transform", "wait", "step_seconds")
+        },
+        "Read from the origin": {
+            name: [row[f"{name}_bytes"] / row["epoch_seconds"] for row in rows] for name in ("origin", "cache")
+        },
+        "Cache": {name: [row[f"{name}_bytes"] for row in rows] for name in ("resident", "capacity")},
+        "Loss": {name: [row[name] for row in rows] for name in ("loss", "val_loss")},
+    }
+    titles = [panel["title"] for panel in json.loads(DASHBOARD.read_text())["panels"]]
+    figure = Figure(figsize=(11, 8), dpi=80, facecolor="#181b1f", layout="constrained")
+    figure.suptitle("Stand-in, drawn from metrics.jsonl over epochs; not a picture of Grafana", color="#ccccdc")
+    for axes, title in zip(figure.subplots(3, 2).flat, (each for each in titles if each in curves), strict=True):
+        axes.set_title(title, loc="left", color="#ccccdc", fontsize=10)
+        axes.set_facecolor("#181b1f")
+        axes.tick_params(colors="#8e8e9a", labelsize=8)
+        axes.grid(color="#2c2f36")
+        for name, values in curves[title].items():
+            axes.plot([row["epoch"] for row in rows], values, label=name.removesuffix("_seconds"))
+        axes.legend(fontsize=7, facecolor="#22252b", labelcolor="#ccccdc", edgecolor="#2c2f36")
+    figure.savefig(here / "dashboard.png")
+    keep(here / "dashboard.png", "dashboard.png")
 
 
 def keep(picture: Path, name: str) -> None:

@@ -119,6 +119,8 @@ class RunConfig:
     """Fewest machines with which the run continues when others are lost; None: it needs all of them."""
     notice: str | None = None
     """Preemption notice besides SIGTERM: a path that appears, or an address."""
+    track: str | None = None
+    """Names of trackers, separated by commas, that get the run's events: see `shade.tracking`."""
     metrics_port: int | None = None
     """Port of 127.0.0.1 where each machine serves its ranks' Prometheus page, 0 for any; None: in files alone."""
 

@@ -153,7 +153,10 @@ class TensorBoardSink:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Adds the row's numbers at the step ``row["epoch"]``, under the row's rank."""
-        self._add(f"rank{row.get('rank', 0)}", row, int(row.get("epoch", 0)))
+        # An epoch's row has no folder of its own.
+        kind = row.get("kind", "epoch")
+        tag = f"rank{row.get('rank', 0)}" + ("" if kind in ("epoch", "load") else f"/{kind}")
+        self._add(tag, row, int(row.get("epoch", row.get("step", 0))))
 
     def _add(self, tag: str, row: Mapping[str, Any], step: int) -> None:
         for name, value in jsonable(row).items():

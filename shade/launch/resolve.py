@@ -28,6 +28,7 @@ from shade.launch.bundled import DIGITS, EXAMPLES
 from shade.store import StoreURL
 from shade.store.disk import disk_url
 from shade.terminal import CommandParser
+from shade.tracking.sinks import TRACKERS
 
 _DESCRIPTION = """\
 Trains SCRIPT on TRAIN_PATH through a cache, on every rank of this node, and ends with a report.
@@ -179,6 +180,8 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
     add("--resume", nargs="?", const="", metavar="DIR", help="continue a run (--out, else the latest)")
     port = "serve Prometheus at 127.0.0.1:PORT/metrics; 0: any, see output.log (files only)"
     add(*_ours("metrics_port"), type=int, metavar="PORT", help=port)
+    trackers = "send events to otlp, mlflow, wandb, trackio, separated by commas; see docs/how-to/track-a-run.md (none)"
+    add("--track", metavar="NAMES", help=trackers)
     add(*_ours("dry_run"), action="store_true", help="print the resolved plan and stop")
     return top
 
@@ -351,4 +354,6 @@ def _check(config: RunConfig) -> None:
     good = config.metrics_port is None or 0 <= config.metrics_port < 65536
     cure = "9464 is customary, 0 takes any that is free"
     require(good, "--metrics-port below 65536", config.metrics_port, cure)
+    unknown = [name for name in (config.track or "").split(",") if name and name not in TRACKERS]
+    require(not unknown, f"--track with names of {', '.join(TRACKERS)}", config.track, "separate them by commas")
     require(bool(config.train_paths), "a TRAIN_PATH", "none", "name a folder with one sub-folder per class")

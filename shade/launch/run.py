@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "runshade.py") -> int:
     """
     args = parse(sys.argv[1:] if argv is None else argv, prog)
     dry_run = vars(args).pop("dry_run", False)
-    compares = not any(value not in (None, []) for name, value in vars(args).items() if name != "out")
+    compares = not any(value not in (None, []) for name, value in vars(args).items() if name not in ("out", "track"))
     config: RunConfig | None = None
     made: RunConfig | None = None
     stores = StoreURLs("none")
@@ -261,7 +261,7 @@ def describe(config: RunConfig, content: str) -> str:
 
 def _compare(config: RunConfig, stores: StoreURLs, remind: Callable[[], None]) -> tuple[int, str]:
     """Trains without a cache and without shade's loader, then with them, and compares; returns as `_launch` does."""
-    plain = dataclasses.replace(config, out=str(Path(config.out) / "plain"), cache="none", run="")
+    plain = dataclasses.replace(config, out=str(Path(config.out) / "plain"), cache="none", run="", track=None)
     preflight.check_out(plain)
     first = "1/2: the digits from slow storage, with a plain DataLoader\n"
     code, message = _launch(plain, StoreURLs("none"), remind, first, compared=True)
@@ -321,6 +321,8 @@ def _launch(
         report = write_report(config.out)
     if not compared or config.cache != "none":
         sys.stdout.write(report)
+        if sys.stdout.isatty():  # else they have scrolled away
+            sys.stdout.write("\n" + report.split("\n\n")[1] + "\n")
     return 0, f"report, picture and logs are in {config.out}"
 
 

@@ -23,12 +23,13 @@ from shade.report.rows import CAUSES, Run
 from shade.report.style import PALETTE, human_bytes, percent
 from shade.report.text import (
     LEGEND,
-    PLAIN_TITLE,
     Result,
     details,
     labelled,
+    plain_beside,
     plain_note,
     plain_rows,
+    plain_title,
     reads_per_n,
     results,
     settings,
@@ -107,16 +108,17 @@ def render(run: Run) -> str:
     size = f"{len(run.epochs)} epoch{'s' * (len(run.epochs) > 1)}, {ranks} rank{'s' * (ranks > 1)}"
     tiles = list(results(run))
     comparison = plain_rows(run)
-    if comparison and comparison[-1][0] == "seconds an epoch":
+    if comparison and comparison[-1][0] == "samples a second":
         value, _, sense = comparison[-1][3].partition(" × ")
-        tiles.insert(0, Result("speed", f"{value} ×", f"{sense} as plain loading (predicted)"))
+        how = "predicted" if plain_beside(run) is None else "measured"
+        tiles.insert(0, Result("speed", f"{value} ×", f"{sense} as plain loading ({how})"))
     return _fill(
         "report.html",
         name=run.directory.resolve().name,
         subtitle=" · ".join([*named, size, str(run.directory)]),
         palette=PALETTE,
         tiles=tiles,
-        plain_title=PLAIN_TITLE,
+        plain_title=plain_title(run),
         plain_rows=comparison,
         plain_note=plain_note(run),
         figures=_figures(run),
@@ -155,8 +157,13 @@ def _fill(template: str, **values: Any) -> str:
 def _figures(run: Run) -> Iterator[Figure]:
     """Yields the charts for which the run has numbers."""
     epochs = [e.epoch for e in run.epochs]
-    predicted = plain_loading(run)
-    plain = None if predicted is None else predicted[1]
+    beside, predicted = plain_beside(run), plain_loading(run)
+    how, plain_speed, plain_seconds = "predicted", None, None
+    if beside is not None:
+        how, plain_speed = "measured", beside.whole.samples_per_second
+        plain_seconds = (beside.whole.epoch_seconds or 0.0) / len(beside.epochs)
+    elif predicted is not None and predicted[1] is not None:
+        plain_speed, plain_seconds = predicted[1].samples_per_second, predicted[1].seconds
 
     def of(name: str, meaning: str, values: Iterable[float | None]) -> Series:
         return Series(name, meaning, list(values))
@@ -169,8 +176,8 @@ def _figures(run: Run) -> Iterator[Figure]:
     yield Figure("Origin reads", reads, bar_chart(epochs, reads, _numbers("reads an epoch"), rule=rule), dashed)
     speed = [of("samples/s", "run", (e.samples_per_second for e in run.epochs))]
     known = [v for v in speed[0].values if v is not None]
-    rule = None if plain is None else plain.samples_per_second
-    dashed = "" if rule is None else f"dashed: plain loading, {rule:,.0f} samples/s (predicted)"
+    rule = plain_speed
+    dashed = "" if rule is None else f"dashed: plain loading, {rule:,.0f} samples/s ({how})"
     chart = line_chart(
         epochs, speed, _numbers("samples/s, all ranks"), top=max([*known, rule or 0.0]) or 1.0, rule=rule
     )
@@ -178,8 +185,8 @@ def _figures(run: Run) -> Iterator[Figure]:
     spent = [of("step", "step", (e.step_seconds for e in run.epochs))]
     spent += [of(cause, cause, (e.stall_seconds.get(cause) for e in run.epochs)) for cause in CAUSES]
     spent.append(of("rest", "rest", (e.rest_seconds for e in run.epochs)))
-    rule = None if plain is None else plain.seconds
-    dashed = "" if rule is None else f"dashed: plain loading, {_seconds(rule)} (predicted); "
+    rule = plain_seconds
+    dashed = "" if rule is None else f"dashed: plain loading, {_seconds(rule)} ({how}); "
     caption = "step: the script had its batch; origin … wait: it waited for one, while loading was busy with …"
     chart = bar_chart(epochs, spent, _SECONDS, rule=rule)
     yield Figure("Where the time went", spent, chart, dashed + caption)

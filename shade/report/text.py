@@ -16,7 +16,7 @@ from typing import Any
 
 from shade.errors import shown_place, shown_url
 from shade.report.forecast import plain_loading, workers_of
-from shade.report.rows import CAUSES, COUNTERS, EpochSummary, Run
+from shade.report.rows import CAUSES, COUNTERS, EpochSummary, Run, load_run
 from shade.report.style import human_bytes, percent
 
 RECEIPT = ("drawn", "mean_inclusion", "weight_sum_z", "effective_sample_size", "max_weight", "class_drift")
@@ -107,19 +107,21 @@ def render_csv(run: Run) -> str:
 
 
 def render_comparison(plain: Run, cached: Run) -> str:
-    """Returns two runs of one training side by side: seconds an epoch, bytes read from storage, accuracy."""
+    """Returns two runs of one training side by side: speed, bytes read from storage, accuracy."""
     seconds, sizes, accuracies = [], [], []
+    speeds = [run.whole.samples_per_second or 0.0 for run in (plain, cached)]
     for run in (plain, cached):
         known = [e.epoch_seconds for e in run.epochs if e.epoch_seconds is not None]
         seconds.append(sum(known) / max(1, len(known)))
         sizes.append(run.total("origin_bytes") or 0)
         accuracies.append(run.epochs[-1].val_accuracy or 0.0)
     workers = [f"{run.plan.get('workers', '?')} workers" for run in (plain, cached)]
-    faster = _speed(seconds[0] / max(1e-9, seconds[1]))
+    faster = _speed(speeds[1], speeds[0])
     rows = [
         ("", "plain DataLoader", "shade", ""),
         ("", *workers, ""),
-        ("seconds an epoch", *(f"{value:.2f}" for value in seconds), faster),
+        ("samples a second", *(f"{value:,.0f}" for value in speeds), faster),
+        ("seconds an epoch", *(f"{value:.2f}" for value in seconds), ""),
         ("read from storage", *map(human_bytes, sizes), _fewer(sizes[1], max(1, sizes[0]), "less")),
         ("accuracy", *map(percent, accuracies), f"{100 * (accuracies[1] - accuracies[0]):+.1f} points"),
     ]
@@ -248,9 +250,17 @@ def results(run: Run) -> Iterator[Result]:
         yield Result("gradients sent", human_bytes(whole.gradient_bytes), "all ranks")
 
 
+def plain_beside(run: Run) -> Run | None:
+    """Returns the run of a plain DataLoader that was trained beside this one to compare; None if there is none."""
+    folder = run.directory / "plain"
+    return load_run(folder) if (folder / "metrics.jsonl").is_file() else None
+
+
 def plain_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """Returns what a mean epoch of the run took, what one of plain loading is predicted to take, and the difference;
-    empty where nothing can be predicted."""
+    """Returns what a mean epoch of the run took, what one of plain loading took or, if none was measured, is predicted
+    to take, and the difference; empty where nothing is known."""
+    if (plain := plain_beside(run)) is not None:
+        return _measured_rows(run, plain)
     predicted = plain_loading(run)
     if predicted is None or not run.num_samples:
         return []
@@ -268,15 +278,43 @@ def plain_rows(run: Run) -> list[tuple[str, str, str, str]]:
         rows.append(("read from storage an epoch", human_bytes(mean_bytes), human_bytes(plain_bytes), less))
     if epoch is not None and whole.epoch_seconds:
         seconds = whole.epoch_seconds / num_epochs
-        rows.append(("seconds an epoch", f"{seconds:,.2f}", f"{epoch.seconds:,.2f}", _speed(epoch.seconds / seconds)))
+        speed = samples / seconds
+        rows.append(("seconds an epoch", f"{seconds:,.2f}", f"{epoch.seconds:,.2f}", ""))
+        ratio = _speed(speed, epoch.samples_per_second)
+        rows.append(("samples a second", f"{speed:,.0f}", f"{epoch.samples_per_second:,.0f}", ratio))
     return rows
 
 
-PLAIN_TITLE = "Compared with plain loading (predicted, not measured)"
+def _measured_rows(run: Run, plain: Run) -> list[tuple[str, str, str, str]]:
+    def means(name: str) -> tuple[float, float]:
+        one, other = (each.whole.counts.get(name, 0) / len(each.epochs) for each in (run, plain))
+        return one, other
+
+    samples, reads, sizes = means("samples"), means("origin_reads"), means("origin_bytes")
+    mine, others = ((each.whole.epoch_seconds or 0.0) / len(each.epochs) for each in (run, plain))
+    fast, slow = run.whole.samples_per_second or 0.0, plain.whole.samples_per_second or 0.0
+    return [
+        ("samples an epoch", f"{samples[0]:,.0f}", f"{samples[1]:,.0f}", _fewer(*samples)),
+        ("origin reads an epoch", f"{reads[0]:,.0f}", f"{reads[1]:,.0f}", _fewer(*reads)),
+        ("read from storage an epoch", human_bytes(sizes[0]), human_bytes(sizes[1]), _fewer(*sizes, "less")),
+        ("seconds an epoch", f"{mine:,.2f}", f"{others:,.2f}", ""),
+        ("samples a second", f"{fast:,.0f}", f"{slow:,.0f}", _speed(fast, slow)),
+    ]
+
+
+def plain_title(run: Run) -> str:
+    """Returns the title of `plain_rows`: whether plain loading was measured."""
+    how = "predicted, not measured" if plain_beside(run) is None else "measured, beside this run"
+    return f"Compared with plain loading ({how})"
 
 
 def plain_note(run: Run) -> str:
-    """Returns a sentence that says how plain loading is predicted."""
+    """Returns a sentence that says how plain loading was measured or is predicted."""
+    if (plain := plain_beside(run)) is not None:
+        return (
+            f"Measured: the same training by a DataLoader that shuffles, with {workers_of(plain.plan)} workers, the "
+            f"number that read fastest; its record is in {shown_place(str(plain.directory))}."
+        )
     workers = workers_of(run.plan)
     hands = f"{workers} worker{'s' * (workers != 1)} a rank" if workers else "no workers"
     return (
@@ -291,14 +329,17 @@ def _plain_loading(run: Run) -> Iterator[str]:
     rows = plain_rows(run)
     if not rows:
         return
-    yield PLAIN_TITLE
+    yield plain_title(run)
     yield f"{'':<30}{'this run':>12}{'plain':>12}"
     for name, one, other, change in rows:
-        yield f"  {name:<28}{one:>12}{other:>12}   {change}"
+        yield f"  {name:<28}{one:>12}{other:>12}   {change}".rstrip()
     yield _wrapped(plain_note(run)).replace("\n    ", "\n  ")
 
 
-def _speed(ratio: float) -> str:
+def _speed(speed: float, other: float) -> str:
+    if not speed or not other:
+        return ""
+    ratio = speed / other
     return f"{ratio:.1f} × as fast" if ratio >= 1 else f"{1 / ratio:.1f} × as slow"
 
 
@@ -415,6 +456,8 @@ def _gradient(run: Run) -> str:
 
 
 def _fewer(part: float, whole: float, fewer: str = "fewer") -> str:
+    if not whole:
+        return ""
     return f"{percent(1 - part / whole)} {fewer}" if part <= whole else f"{percent(part / whole - 1)} more"
 
 

@@ -29,6 +29,7 @@ from shade.policy.trace import Trace, TraceRecorder
 from shade.process import replacing
 from shade.rank_group import RankGroup
 from shade.telemetry import Histogram, JsonlSink, TensorBoardSink, jsonable
+from shade.tracking.events import emit, listen
 from shade.train.exposition import Exposition
 from shade.train.trail import TRAIL_FILE, Trail
 from shade.trajectory import LOSSES, LossRecorder, Samples
@@ -80,7 +81,9 @@ class RunRecord:
         self._world_size = host_group.world_size
         # Rank 0 writes the rows of all ranks, so that machines need no file system in common.
         self._metrics = JsonlSink(self._out / "metrics.jsonl") if rank == 0 else None
-        self._boards = _tensorboard(self._out / "tensorboard") if rank == 0 else None
+        boards = _tensorboard(self._out / "tensorboard") if rank == 0 else None
+        trackers = config.track.split(",") if config.track and rank == 0 else []
+        self._listening = listen(*([] if boards is None else [boards]), *trackers)
         # Eight bytes a sample an epoch on the disk: 1 GB for 90 epochs of ImageNet.
         self._recorder = self._open_trace(config.resume) if rank == 0 else None
         self._trail = Trail(self._out / TRAIL_FILE) if rank == 0 else None
@@ -212,9 +215,9 @@ class RunRecord:
     def close(self) -> None:
         """Closes the files, and the URL. Safe to call twice."""
         self._exposition.close()
-        for sink in (self._metrics, self._boards):
-            if sink is not None:
-                sink.close()
+        self._listening.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     # ── where it goes ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -226,8 +229,9 @@ class RunRecord:
         for each in self._gather(row):
             if self._metrics is not None:
                 self._metrics.write(each)
-            if self._boards is not None:
-                self._boards.write(each | _derived(each))
+            if self._rank == 0:
+                shown = each | _derived(each) | {"kind": "load", "seconds": each.get("epoch_seconds", 0.0)}
+                emit(**shown)
 
     def _gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns every rank's row, in rank order, on every rank."""

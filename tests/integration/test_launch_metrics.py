@@ -7,10 +7,12 @@ import re
 import signal
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shade.cli import main
+from tests.support.collector import Collector
 from tests.support.launching import make_images, run, start, wait_for
 
 pytestmark = pytest.mark.multiprocess
@@ -68,3 +70,55 @@ def test_a_port_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     assert (told.returncode, told.stdout, told.stderr.count("\n")) == (2, "", 1)
     assert "--metrics-port below 65536" in told.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quickstart_appears_whole_in_otlp_mlflow_and_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    mlflow = pytest.importorskip("mlflow")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    collector = Collector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    try:
+        launcher = start("--track", "otlp,mlflow", cwd=tmp_path)
+        told = launcher.communicate(timeout=800)
+    finally:
+        collector.close()
+    assert launcher.returncode == 0, told
+    (out,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    epochs = {row["epoch"]: row for row in rows if row["kind"] == "epoch" and "epoch_seconds" in row}
+    num_saves = sum(row["checkpoint"]["saves"] for row in rows if "checkpoint" in row)
+    assert len(epochs) == 10
+
+    spans = [span for span in collector.spans if span.name == "shade.load"]
+    by_epoch = {int(values["shade.load.epoch"]): values for values in map(numbers_of, spans)}
+    assert {epoch: by_epoch[epoch]["shade.load.hits"] for epoch in epochs} == {e: r["hits"] for e, r in epochs.items()}
+    assert sum(span.name == "shade.save" for span in collector.spans) == num_saves
+    (total,) = collector.metrics["shade.load.origin_reads"].sum.data_points
+    assert total.as_double == sum(row["origin_reads"] for row in rows if row["kind"] == "epoch")
+
+    client = mlflow.MlflowClient(f"file://{tmp_path}/mlruns")
+    (tracked,) = client.search_runs(["0"])
+    assert tracked.info.status == "FINISHED"
+    reads = client.get_metric_history(tracked.info.run_id, "rank0/load/origin_reads")
+    assert {each.step: each.value for each in reads if each.step in epochs} == {
+        epoch: row["origin_reads"] for epoch, row in epochs.items()
+    }
+    assert len(client.get_metric_history(tracked.info.run_id, "rank0/save/seconds")) == num_saves
+
+    board = accumulator.EventAccumulator(str(out / "tensorboard"))
+    board.Reload()
+    losses = {each.step: each.value for each in board.Scalars("rank0/loss")}
+    assert losses == pytest.approx({epoch: row["loss"] for epoch, row in epochs.items()})
+    assert len(board.Scalars("rank0/save/seconds")) == num_saves
+
+
+def numbers_of(span: Any) -> dict[str, float]:
+    """A span's numbers."""
+    return {each.key: each.value.double_value for each in span.attributes}

@@ -230,7 +230,7 @@ def test_it_trains_and_reports_where_there_is_no_clone(dist: Path, tmp_path: Pat
     report = (out / "report.txt").read_text()
     compared = done.stdout.removeprefix(report).splitlines()
     assert [line.split("  ")[0] for line in compared if line[:1] > " "] == [
-        *("seconds an epoch", "read from storage", "accuracy"),
+        *("samples a second", "seconds an epoch", "read from storage", "accuracy"),
         str(out / "comparison.png"),
     ]
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")

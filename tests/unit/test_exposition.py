@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.error
 import urllib.request
@@ -11,8 +12,11 @@ import pytest
 
 from shade.config import RunConfig
 from shade.errors import ConfigError
+from shade.gradient._engine.meter import COUNTS
 from shade.telemetry import Histogram, join_pages, prometheus_text
-from shade.train.exposition import MEANING, Exposition, page_name
+from shade.train.exposition import GAUGES, MEANING, Exposition, page_name
+
+ROOT = Path(__file__).resolve().parents[2]
 
 ROW = {
     "gradient": {"gradient_bytes_sent": 100, "gradient_secret": 1},
@@ -122,3 +126,16 @@ def test_pages_join_by_metric() -> None:
 
 def test_a_gauge_that_is_no_number_is_left_out() -> None:
     assert "epoch" not in prometheus_text({}, {"epoch": "Which."}, gauges={"epoch": float("nan")})
+
+
+def test_the_dashboard_asks_for_metrics_that_a_page_has(tmp_path: Path) -> None:
+    gradient = dict.fromkeys(COUNTS, 1.0)
+    counts = dict.fromkeys({*MEANING, *gradient} - GAUGES - {"wait_seconds"}, 1.0)
+    page = prometheus_text(counts, MEANING, {"wait_seconds": Histogram()}, {"rank": 0}, dict.fromkeys(GAUGES, 1.0))
+    known = set(re.findall(r"^(shade_\w+)\{", page, re.MULTILINE)) | {"shade_wait_seconds_bucket"}
+    panels = json.loads((ROOT / "deploy" / "grafana" / "shade.json").read_text())["panels"]
+    asked = {
+        name for panel in panels for target in panel["targets"] for name in re.findall(r"shade_\w+", target["expr"])
+    }
+    assert len(asked) > 15
+    assert asked - known == set()

@@ -196,13 +196,14 @@ def test_a_comparison_has_three_lines_side_by_side_and_a_picture(tmp_path: Path)
     figures = {"plain": (3.0, 2000, 0.975), "shade": (1.0, 1000, 0.98)}
     for name, (seconds, num_bytes, accuracy) in figures.items():
         (tmp_path / name).mkdir()
-        fields = {"epoch_seconds": seconds, "origin_bytes": num_bytes, "val_accuracy": accuracy}
+        fields = {"samples": 100, "epoch_seconds": seconds, "origin_bytes": num_bytes, "val_accuracy": accuracy}
         write_run(tmp_path / name, [row(e, **fields) for e in range(2)], {"workers": 16 if name == "plain" else 2})
     told = write_comparison(tmp_path / "plain", tmp_path / "shade").splitlines()
-    assert [" ".join(line.split()) for line in told[1:6]] == [
+    assert [" ".join(line.split()) for line in told[1:7]] == [
         "plain DataLoader shade",
         "16 workers 2 workers",
-        "seconds an epoch 3.00 1.00 3.0 × as fast",
+        "samples a second 33 100 3.0 × as fast",
+        "seconds an epoch 3.00 1.00",
         "read from storage 3.9 KiB 2.0 KiB 50.0% less",
         "accuracy 97.5% 98.0% +0.5 points",
     ]
@@ -214,5 +215,5 @@ def test_a_comparison_has_three_lines_side_by_side_and_a_picture(tmp_path: Path)
 def test_a_comparison_that_shade_loses_says_so(tmp_path: Path) -> None:
     for name, seconds in (("plain", 1.0), ("shade", 2.0)):
         (tmp_path / name).mkdir()
-        write_run(tmp_path / name, [row(0, epoch_seconds=seconds, origin_bytes=10, val_accuracy=0.9)])
+        write_run(tmp_path / name, [row(0, samples=9, epoch_seconds=seconds, origin_bytes=10, val_accuracy=0.9)])
     assert "2.0 × as slow" in write_comparison(tmp_path / "plain", tmp_path / "shade")

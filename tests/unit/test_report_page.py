@@ -142,13 +142,31 @@ def test_it_compares_with_plain_loading_and_says_that_this_is_predicted(tmp_path
         ("origin reads an epoch", "80", "200", "60.0% fewer"),
         ("read from storage an epoch", "8.0 KiB", "20.0 KiB", "60.0% less"),
         # 8.0 s were 7.0 s of loading and 1.0 s of something else; now 15.5 s of loading.
-        ("seconds an epoch", "8.00", "16.50", "2.1 × as fast"),
+        ("seconds an epoch", "8.00", "16.50", ""),
+        ("samples a second", "25", "12", "2.1 × as fast"),
     ]
     assert "2.1 ×" in dict(re.findall(r"<span>([^<]*)</span><b>([^<]*)</b>", source))["speed"]
     assert source.count('class="rule"') == 3
     text = (tmp_path / "report.txt").read_text()
     assert "Compared with plain loading (predicted, not measured)" in text
     assert "with 1 worker a rank and no cache" in " ".join(text.split())
+
+
+def test_where_plain_loading_was_measured_beside_the_run_that_is_shown(tmp_path: Path) -> None:
+    more = {"busy_seconds": BUSY, "cache_reads": 60, "origin_reads": 40, "misses": 40, "hits": 60, "origin_bytes": 4096}
+    write_run(tmp_path, plan={"workers": 1, "cache": "local://"}, **more, epoch_seconds=8.0)
+    (tmp_path / "plain").mkdir()
+    write_run(tmp_path / "plain", plan={"workers": 16, "cache": "none"}, origin_reads=100, epoch_seconds=40.0)
+    page = page_of(tmp_path)
+    source = (tmp_path / "report.html").read_text()
+    assert "predicted" not in page.text
+    assert "5.0 ×" in dict(re.findall(r"<span>([^<]*)</span><b>([^<]*)</b>", source))["speed"]
+    assert "as plain loading (measured)" in source
+    assert "plain loading, 5 samples/s (measured)" in page.text
+    text = " ".join((tmp_path / "report.txt").read_text().split())
+    assert "Compared with plain loading (measured, beside this run)" in text
+    assert "samples a second 25 5 5.0 × as fast" in text
+    assert "with 16 workers, the number that read fastest" in text
 
 
 @pytest.mark.parametrize(("plan", "more"), [({"cache": "none"}, {}), ({}, {"origin_reads": 0})])

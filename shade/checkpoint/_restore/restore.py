@@ -40,6 +40,7 @@ from shade.checkpoint._format.manifest import Bound, Commit, Manifest, TensorEnt
 from shade.checkpoint._restore.reader import UNREAD_SAVES, ChunkReads, Reader, Snapshot, SnapshotSource
 from shade.errors import CheckpointError, CorruptCheckpointError, StateMismatchError, StorageError, StoreError
 from shade.rank_group import RankGroup, SingleProcessGroup
+from shade.tracking.events import emit, listeners
 
 _BATCH: Final = 32
 """Chunks between two votes when one rank reads for all: 128 MiB."""
@@ -558,6 +559,8 @@ def restore_app_state(
         *(record.step, ", ".join(found.tiers), record.num_bytes / 1e6, seconds),
     )
     tiers = tuple(found.tiers)
+    if listeners:
+        emit("restore", seconds, rank=group.rank, step=record.step, state_bytes=record.num_bytes, tier=", ".join(tiers))
     return Restored(record.step, contents.epoch, tiers, seconds, record.num_bytes, found.bounds), found
 
 

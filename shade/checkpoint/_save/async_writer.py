@@ -45,6 +45,7 @@ from shade.checkpoint._save.stream_upload import StreamUpload
 from shade.checkpoint._tiers.tier import Tier
 from shade.errors import CheckpointError, ShadeError
 from shade.rank_group import RankGroup
+from shade.tracking.events import emit, listeners
 from shade.types import Bytes
 
 T = TypeVar("T")
@@ -204,9 +205,12 @@ class AsyncWriter:
                 if not isinstance(error, CheckpointError):
                     failure = CheckpointError(f"step {handle.step} is not saved: {error}")
                     failure.__cause__ = error
+                handle.commit_seconds = time.monotonic() - handle.begun
+                _emit(request, group, error=type(failure).__name__)
                 handle.committed.set_exception(failure)
             else:
                 handle.commit_seconds = time.monotonic() - handle.begun
+                _emit(request, group, tier=result.tier.name)
                 handle.committed.set_result(result)
                 try:
                     with self._one_at_a_time:
@@ -382,3 +386,18 @@ def _or_message(action: Callable[[], T]) -> tuple[T | None, str | None]:
         return action(), None
     except Exception as failure:  # noqa: BLE001
         return None, " ".join(str(failure).split()) or type(failure).__name__
+
+
+def _emit(request: SaveRequest, group: RankGroup, **outcome: str) -> None:
+    handle = request.handle
+    if not listeners:
+        return
+    emit(
+        "save",
+        handle.commit_seconds,
+        rank=group.rank,
+        step=handle.step,
+        state_bytes=request.num_bytes,
+        blocked_seconds=handle.blocked_seconds,
+        **outcome,
+    )

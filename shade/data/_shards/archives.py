@@ -19,6 +19,7 @@ import io
 import json
 import os
 import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -329,7 +330,7 @@ class ZipFormat(ArchiveFormat):
         try:
             with zipfile.ZipFile(file.as_file()) as archive:
                 infos, end = archive.infolist(), archive.start_dir
-        except zipfile.BadZipFile as error:
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
             raise DataError.of(f"{shown_place(name)} to be a whole zip", str(error), "copy it again") from error
         # The directory may have another order; a file reaches at most to the header of the next.
         infos.sort(key=lambda info: info.header_offset)
@@ -342,7 +343,7 @@ class ZipFormat(ArchiveFormat):
         members = (
             ArchivedFile(info.filename, info.header_offset, info.header_offset, stop)
             for info, stop in zip(infos, stops, strict=True)
-            if not info.is_dir()
+            if not info.filename.endswith("/")
         )
         starts, lengths, proofs, table = [], [], [], []
         for key, files in side_by_side(grouped(members, name), name):
@@ -383,7 +384,9 @@ def _unzipped(member: _ZipMember, content: memoryview) -> bytes:
     begin = 30 + int.from_bytes(content[26:28], "little") + int.from_bytes(content[28:30], "little")
     stored = bytes(content[begin : begin + member.stored_bytes])
     try:
-        data = zlib.decompress(stored, -zlib.MAX_WBITS) if member.method == zipfile.ZIP_DEFLATED else stored
+        # At most what the directory says: a small file may unpack to a thousand times its size.
+        inflate = zlib.decompressobj(-zlib.MAX_WBITS).decompress
+        data = inflate(stored, member.num_bytes + 1) if member.method == zipfile.ZIP_DEFLATED else stored
     except zlib.error as error:
         raise UnlikeIndexError(f"{member.name}, which cannot be decompressed ({error})") from error
     if bytes(content[:4]) != b"PK\3\4" or len(data) != member.num_bytes or zlib.crc32(data) != member.crc:

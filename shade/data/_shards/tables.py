@@ -404,7 +404,9 @@ class ArrowFormat(ArrowPieces):
     def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> tuple[Any, Any]:
         arrow, written = pyarrow(), scan.parsed("written", self._written_schema)
         content = arrow.py_buffer(parts.range(*scan.span(piece)))
-        return arrow.Table.from_batches([arrow.ipc.read_record_batch(content, written)]), None
+        batch = arrow.ipc.read_record_batch(content, written).select(names)
+        batch.validate(full=True)  # else a damaged offset makes pyarrow read memory that is not the batch's
+        return arrow.Table.from_batches([batch]), None
 
 
 def _by_footer(file: ShardFile) -> tuple[bytes, list[tuple[int, int, int]]]:
@@ -541,7 +543,12 @@ class MDSFormat(ShardFormat):
             offset_N = np.frombuffer(file.range(4, min(begin, num_bytes)), np.uint32)
             extra = file.range(begin, min(int(offset_N[0]), num_bytes))
             config = json.loads(extra)
-        except (struct.error, ValueError, IndexError) as error:
+            described = [config[f"column_{what}"] for what in ("names", "encodings", "sizes")]
+            if len({len(each) for each in described}) != 1 or not all(isinstance(each, list) for each in described):
+                raise ValueError(f"columns {described}")
+            if not all(isinstance(each, str) for each in (*described[0], *described[1])):
+                raise ValueError(f"columns {described}")
+        except (struct.error, ValueError, IndexError, KeyError, TypeError) as error:
             raise DataError.of(f"{shown_place(name)} to be an MDS shard", str(error), "copy it again") from error
         if offset_N[-1] != num_bytes:
             words = f"{num_bytes} bytes instead of {offset_N[-1]}"

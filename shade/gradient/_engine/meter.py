@@ -10,6 +10,7 @@ import numpy as np
 
 from shade.gradient._comm.step import GradientStep
 from shade.gradient._compress.compressor import Sparse
+from shade.tracking.events import EXCHANGE_STEPS, emit
 from shade.types import StepReport
 
 COUNTS: dict[str, str] = {
@@ -39,6 +40,7 @@ class Meter:
         self.rank, self._num_elements = rank, num_elements
         self.totals: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self.latest: StepReport | None = None
+        self._emitted: dict[str, float] = {}
 
     def count(self, name: str, amount: float = 1) -> None:
         """Adds to one total; ``name`` is one of `COUNTS` without its prefix."""
@@ -59,6 +61,11 @@ class Meter:
         amounts = {outcome: 1, "chosen": num_chosen, "elements": self._num_elements, **costs}
         for name, amount in amounts.items():
             self.count(name, amount)
+        if (work.step + 1) % EXCHANGE_STEPS == 0:
+            since = {name: total - self._emitted.get(name, 0) for name, total in self.totals.items()}
+            self._emitted = dict(self.totals)
+            seconds = since["gradient_exchange_seconds"]
+            emit("exchange", seconds, step=work.step, rank=self.rank, **{name[9:]: n for name, n in since.items()})
 
 
 def norm_of(merged: Sequence[Sparse]) -> float:

@@ -57,6 +57,7 @@ BOTH_SPELLINGS = [
     ("restarts", 3, ["--restarts"]),
     ("min_nodes", 2, ["--min_nodes", "-min_nodes", "--min-nodes"]),
     ("metrics_port", 9464, ["--metrics-port", "--metrics_port"]),
+    ("track", "otlp,mlflow", ["--track"]),
 ]
 SWITCHES = [
     ("cache_training_data", ["--cache_training_data", "-cache_training_data", "--cache-training-data"]),

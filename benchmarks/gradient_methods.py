@@ -56,6 +56,9 @@ class Settings:
     """Steps over which the density falls to where it shall be."""
     inner_steps: int = 20
     """DiLoCo's H."""
+    fragments: int = 1
+    delay: int = 0
+    """Inner steps beside which local updates exchange a fragment."""
     outer_lr: float = 0.7
     """The rate of diloco-bf16's outer optimizer."""
 
@@ -319,7 +322,8 @@ class LocalUpdates(DiLoCo):
         from shade import LocalUpdates as Outer
 
         self.density = settings.density
-        return Outer(model, every=settings.inner_steps, density=settings.density)
+        told = {"fragments": settings.fragments, "delay": settings.delay}
+        return Outer(model, every=settings.inner_steps, density=settings.density, **told)
 
 
 class DiLoCoBF16(Method):

@@ -184,6 +184,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--density-warm-up", type=int, default=0, metavar="STEPS", help="engine and hook: begin denser")
     parser.add_argument("--inner-steps", type=int, default=20, help="diloco: steps between two exchanges")
+    parser.add_argument("--fragments", type=int, default=1, help="local-updates: groups that are exchanged in turns")
+    parser.add_argument("--delay", type=int, default=0, help="local-updates: steps beside which one is exchanged")
     parser.add_argument("--outer-lr", type=float, default=0.7, help="diloco-bf16: rate of the outer optimizer")
     parser.add_argument(
         "--played", nargs="?", const=0.0, type=float, metavar="SECONDS",
@@ -229,7 +231,18 @@ def main(argv: list[str] | None = None) -> None:
     batch_size = given.batch_size or task.recipe.batch_size
     if given.epochs and isinstance(task, Folder):
         given.steps = given.epochs * task.steps_per_epoch(dist.get_world_size(), batch_size)
-    names = ("steps", "compressor", "density", "quantiser", "staleness", "controller", "inner_steps", "outer_lr")
+    names = (
+        "steps",
+        "compressor",
+        "density",
+        "quantiser",
+        "staleness",
+        "controller",
+        "inner_steps",
+        "fragments",
+        "delay",
+        "outer_lr",
+    )
     names += ("correction", "density_warm_up")
     settings = Settings(
         optimizer=task.recipe.optimizer,

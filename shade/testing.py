@@ -12,6 +12,8 @@ import builtins
 import io
 import multiprocessing
 import os
+import pathlib
+import sys
 import threading
 import time
 from collections import Counter
@@ -183,11 +185,16 @@ class SlowStorage:
         return opened
 
     def __enter__(self) -> SlowStorage:
-        builtins.open = io.open = self._open
+        self._put(self._open)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        builtins.open = io.open = self._true_open
+        self._put(self._true_open)
+
+    def _put(self, opener: Any) -> None:
+        builtins.open = io.open = opener
+        if sys.version_info < (3, 11):  # whose paths keep the function that they found when they were imported
+            pathlib._NormalAccessor.open = staticmethod(opener)
 
 
 class CountingDataset:

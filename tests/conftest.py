@@ -124,8 +124,9 @@ def _no_credentials_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(USERNAME_VARIABLE, raising=False)
 
 
-SYSTEM_PROGRAMS = ("ldconfig", "gcc", "ld", "objdump", "fc-list")
-"""`ctypes.util.find_library` runs the first four; matplotlib runs the last when it first lists a machine's fonts."""
+SYSTEM_PROGRAMS = ("ldconfig", "gcc", "ld", "objdump", "fc-list", "lscpu")
+"""`ctypes.util.find_library` runs the first four; matplotlib runs the fifth when it first lists a machine's fonts;
+`numpy.testing` of numpy 1 runs the last."""
 
 
 @pytest.fixture(autouse=True)

@@ -331,3 +331,14 @@ def test_the_report_of_a_varying_link_says_whether_the_bar_is_met() -> None:
     evals["controller"] = [{"seconds": 9.0, "loss": 0.25}, {"seconds": 11.1, "loss": 0.1}]
     told["runs"][-1]["evals"] = evals["controller"]
     assert "| controller | 9.0 (bar met) | 1.11 | 11.1 (**bar missed**) | 0.90 |" in table(told)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_table_of_local_updates_compares_within_a_round() -> None:
+    from bench_local_updates import table
+
+    shared = {"rate": "20mbit", "step_bytes_sent": 2000.0, "step_bytes_received": 1000.0}
+    plain, other = {"row": "none", **shared}, {"row": "whole", **shared}
+    lines = [{"round": number, "step_seconds": 0.1 * (1 + number)} | plain for number in range(3)]
+    lines += [{"round": number, "step_seconds": 0.2 * (1 + number)} | other for number in range(3)]
+    assert "| 20 Mbit/s | `LocalUpdates`, H = 30 | 0.400 | 2.00 | 2 |" in table(lines)

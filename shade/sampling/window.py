@@ -59,7 +59,7 @@ def windowed(order_K: Order, first_D: Indices, window: int, random: np.random.Ge
         at = stop
         # Samples of later blocks have no position before this one.
         is_last = at == len(sequence_D)
-        num_ready = len(positions) if is_last else int(np.searchsorted(positions, np.uint64(begin_D[at]) << 32))
+        num_ready = len(positions) if is_last else int(np.searchsorted(positions, np.uint64(int(begin_D[at]) << 32)))
         windowed_K[num_done : num_done + num_ready] = positions[:num_ready] & 0xFFFFFFFF ^ mask
         num_done += num_ready
         positions = positions[num_ready:]

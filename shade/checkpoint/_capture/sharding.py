@@ -247,7 +247,10 @@ def sharding_of(tensor: Any, path: str) -> tuple[Sharding, tuple[int, ...]]:
     if coordinate is None:
         cure = "attach it on the ranks of its mesh alone"
         raise ConfigError.of(f"this rank to be in the mesh of {path!r}", f"{spec.mesh}", cure)
-    made, part, shape, order = _split_at(spec, tuple(coordinate))
+    made, part, shape, order, is_torchs = _split_at(spec, tuple(coordinate))
+    if not is_torchs:
+        got = f"{spec.placements} of {tuple(spec.shape)}, which this PyTorch cuts otherwise than FSDP2 does"
+        raise ConfigError.of(f"{path!r} to be split evenly", got, "choose sizes which the ranks divide")
     if order is not None:
         raise ConfigError.of(f"{path!r} to be split from the first mesh dimension on", order, "redistribute() it")
     if shape != tensor._local_tensor.shape:  # `to_local` would make a view for autograd
@@ -257,9 +260,10 @@ def sharding_of(tensor: Any, path: str) -> tuple[Sharding, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=4096)
-def _split_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...], tuple[int, ...], Any]:
-    """Returns the sharding of a DTensorSpec, the part at a coordinate, its shape, and the order of its shards if that
-    is one of their own; every save asks for each tensor's, and a mesh makes the list of its ranks anew each time."""
+def _split_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...], tuple[int, ...], Any, bool]:
+    """Returns the sharding of a DTensorSpec, the part at a coordinate, its shape, the order of its shards if that is
+    one of their own, and whether PyTorch cuts there, too; every save asks for each tensor's, and a mesh makes the list
+    of its ranks anew each time."""
     mesh = spec.mesh
     placements = tuple(
         None if each.is_replicate() else (int(each.dim), int(getattr(each, "split_factor", 1)))
@@ -269,7 +273,24 @@ def _split_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[Sharding, tuple[i
     part = made.part_at(coordinate)
     order, default = getattr(spec, "shard_order", None), getattr(spec, "compute_default_shard_order", None)
     is_usual = order is None or default is None or order == default(spec.placements)
-    return made, part, tuple(len(index) for index in made.region(part)), None if is_usual else order
+    region = made.region(part)
+    is_torchs = all(type(each).__name__ != "_StridedShard" for each in spec.placements) or _is_same(
+        region, _cut_by_torch(spec, coordinate)
+    )
+    return made, part, tuple(map(len, region)), None if is_usual else order, is_torchs
+
+
+def _cut_by_torch(spec: Any, coordinate: tuple[int, ...]) -> Region:
+    """Returns the indices that PyTorch itself puts at a coordinate: 2.8 cuts strided shards of uneven sizes otherwise
+    than FSDP2 makes them."""
+    found: list[Index] = []
+    for dim, num_items in enumerate(spec.shape):
+        items = torch.arange(num_items).view([-1 if each == dim else 1 for each in range(len(spec.shape))])
+        for size, place, placement in zip(spec.mesh.shape, coordinate, spec.placements, strict=True):
+            if placement.is_shard(dim):
+                items = placement._split_tensor(items, size, with_padding=False)[0][place]
+        found.append(items.flatten().numpy())
+    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,7 +72,7 @@ _TABLE_LOGS: Final = ("_delta_log", ".hoodie")
 """Folders in which a table says which of the files beside them are its rows."""
 _FOLDERS: Final = ("lance",)
 """Ends of folders that are one shard each."""
-_VERSION: Final = 2
+_VERSION: Final = 3
 """Of what the formats find: an index of another version is left alone, and made anew."""
 _MAGIC: Final = b"shade-shard-index"
 _DIGEST: Final = struct.Struct("<Q")
@@ -274,6 +274,10 @@ class ShardFormat(ABC):
         """Returns the ranges (start, stop) to read for the columns of a piece, in order; None are all columns."""
         return [scan.span(piece)]
 
+    def row_ranges(self, scan: ShardScan, piece: int, columns: Columns, rows: Rows) -> list[tuple[int, int]]:
+        """Returns the ranges to read for some rows of a piece: all of it, or less, from which `payloads` knows them."""
+        return self.ranges(scan, piece, columns)
+
     # Asked for each batch.
     def opened(self, path: str, scan: ShardScan) -> Any:
         """Returns what `payloads` takes instead of ranges, of a local shard that is mapped into memory, else None."""
@@ -323,12 +327,19 @@ class RangeParts:
 
     def range(self, start: int, stop: int) -> memoryview:
         """Returns the bytes ``start`` … ``stop``; raises EOFError if they were not read."""
+        found = self.find(start, stop)
+        if found is None:
+            raise EOFError(f"the bytes {start} … {stop} were not read")
+        return found
+
+    def find(self, start: int, stop: int) -> memoryview | None:
+        """Returns what `range` does, None for bytes that were not read."""
         number = bisect.bisect_right(self._starts, start) - 1
         if number >= 0:
             begin, content = self._starts[number], self._contents[number]
             if stop <= begin + len(content):
                 return content[start - begin : stop - begin]
-        raise EOFError(f"the bytes {start} … {stop} were not read")
+        return None
 
 
 class ShardIndex:

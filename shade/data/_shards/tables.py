@@ -11,15 +11,18 @@ A layout that is not read here is refused when the shard is opened.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import importlib
 import io
 import json
 import struct
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 from typing_extensions import override
 
@@ -35,10 +38,15 @@ from shade.data._shards.index import (
     ShardScan,
     UnlikeIndexError,
 )
+from shade.data._shards.parquet_pages import ChunkPages, page_table, pages_of
 from shade.errors import DataError, shown_place
 
 _SCHEMA_MESSAGE, _DICTIONARY_MESSAGE, _BATCH_MESSAGE = 1, 2, 3
 _TAIL_BYTES: Final = 8
+_HEAD: Final = struct.Struct("<QQ")
+"""What is kept of a Parquet file: its length and that of its table of pages, then both and the footer."""
+_SMALL_BYTES: Final = 1 << 20
+_BUFFER_BYTES: Final = 64 << 10
 _CONTINUED: Final = b"\xff\xff\xff\xff"
 _ARROW_MARK: Final = b"ARROW1"
 _MAPPED, _COPIED = b"\0", b"\1"
@@ -110,8 +118,8 @@ class ArrowPieces(ArrowRows):
     def payloads(self, scan: ShardScan, piece: int, parts: Any, columns: Columns, rows: Rows) -> Sequence[bytes]:
         schema = self._schema(scan, columns)
         try:
-            table = self._table(scan, piece, parts, schema.names).replace_schema_metadata(None)
-            payloads = TableRows(plain_rows(table, schema))
+            table, has_N = self._table(scan, piece, parts, schema.names)
+            payloads = TableRows(plain_rows(table.replace_schema_metadata(None), schema), has_N)
         # pyarrow's own errors are of these kinds.
         except (OSError, EOFError, ValueError) as error:
             raise UnlikeIndexError(f"rows that pyarrow cannot read ({error})") from error
@@ -120,20 +128,22 @@ class ArrowPieces(ArrowRows):
         return payloads if rows is None else [payloads[row] for row in rows]
 
     @abstractmethod
-    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
-        """Returns a piece as a table with these columns, and perhaps others."""
+    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> tuple[Any, Any]:
+        """Returns a piece as a table with these columns, and perhaps others, and which rows are true, None for all."""
 
 
 class TableRows(Sequence[bytes]):
     """The payloads of a table's rows, each made when it is asked for: a row is wanted more often than all of them."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, has_N: npt.NDArray[np.bool_] | None = None) -> None:
         self._batches = table.combine_chunks().to_batches()
         self._starts = [0]
         for batch in self._batches:
             self._starts.append(self._starts[-1] + batch.num_rows)
         self.num_bytes = int(table.nbytes)
         """Bytes of the table."""
+        self.has_N = has_N
+        """Which rows were read; None for all."""
 
     @override
     def __len__(self) -> int:
@@ -203,7 +213,7 @@ def _plain(kind: Any) -> Any:
 
 @FORMATS.register("parquet")
 class ParquetFormat(ArrowPieces):
-    """Parquet. Rows are compressed together, so that reading one takes as long as reading its row group."""
+    """Parquet. Rows are compressed together: one is read with its page, or without page indexes with its row group."""
 
     keeps_rows = True
 
@@ -220,9 +230,17 @@ class ParquetFormat(ArrowPieces):
         start = num_bytes - _TAIL_BYTES - length
         if start < 4:
             raise DataError.of(f"{shown_place(name)} to be a whole Parquet file", "a short one", "copy it again")
-        extra = struct.pack("<Q", num_bytes) + file.range(start, num_bytes)
+        footer = file.range(start, num_bytes)
+        extra = _HEAD.pack(num_bytes, 0) + footer
         try:
             metadata = _footer(extra)
+            # Of small row groups the rest is cheaper than another request.
+            if any(
+                metadata.row_group(number).total_byte_size > _SMALL_BYTES for number in range(metadata.num_row_groups)
+            ):
+                with contextlib.suppress(LookupError, ValueError):  # an index that is not as it should be
+                    pages = page_table(footer, metadata.schema, file.range)
+                    extra = _HEAD.pack(num_bytes, len(pages)) + pages + footer
             columns = self._columns_of(name, extra)
         except (pyarrow().ArrowException, OSError) as error:
             raise _unread(name, "Parquet", error) from error
@@ -232,7 +250,7 @@ class ParquetFormat(ArrowPieces):
         if other is not None:
             cure = "name the files that it points to"
             raise DataError.of(f"columns in {shown_place(name)} itself", f"some in {other}", cure)
-        spans = [self._chunks(group, None) for group in groups]
+        spans = [[place for _, place in self._leaves(group, None)] for group in groups]
         return ShardScan.of(
             [span[0][0] for span in spans],
             [span[-1][1] - span[0][0] for span in spans],
@@ -250,8 +268,8 @@ class ParquetFormat(ArrowPieces):
         return pyarrow("pyarrow.parquet").ParquetFile(_tail(extra)).schema_arrow.remove_metadata()
 
     @staticmethod
-    def _chunks(group: Any, columns: Columns) -> list[tuple[int, int]]:
-        """Returns the ranges of the column chunks of a row group, in order."""
+    def _leaves(group: Any, columns: Columns) -> list[tuple[int, tuple[int, int]]]:
+        """Returns number and range of the column chunks of a row group, in the order of the ranges."""
         ranges = []
         for number in range(group.num_columns):
             chunk = group.column(number)
@@ -262,19 +280,48 @@ class ParquetFormat(ArrowPieces):
             # A dictionary comes before the data.
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 start = min(start, chunk.dictionary_page_offset)
-            ranges.append((start, start + chunk.total_compressed_size))
-        return sorted(ranges)
+            ranges.append((number, (start, start + chunk.total_compressed_size)))
+        return sorted(ranges, key=itemgetter(1))
 
     @override
     def ranges(self, scan: ShardScan, piece: int, columns: Columns) -> list[tuple[int, int]]:
-        return self._chunks(self._metadata(scan).row_group(piece), columns)
+        return [place for _, place in self._leaves(self._metadata(scan).row_group(piece), columns)]
 
     @override
-    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
-        (num_bytes,) = struct.unpack("<Q", scan.extra[:8])
-        source = RangeFile(num_bytes, parts.range)
-        file = pyarrow("pyarrow.parquet").ParquetFile(source, metadata=self._metadata(scan))
-        return file.read_row_group(piece, columns=names, use_threads=False)
+    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> tuple[Any, Any]:
+        metadata, (num_bytes, _) = self._metadata(scan), _HEAD.unpack_from(scan.extra)
+        leaves = self._leaves(metadata.row_group(piece), names)
+        read, has_N, words = parts.range, None, dict[str, Any]()
+        if any(parts.find(*place) is None for _, place in leaves):
+            has_N = np.ones(metadata.row_group(piece).num_rows, np.bool_)
+            pages = [(place, self._pages(scan, piece, number)) for number, place in leaves]
+            chunks = [each.content(parts, place[0], has_N) if each else parts.range(*place) for place, each in pages]
+            read = _padded([place[0] for _, place in leaves], chunks)
+            # Else a chunk would be asked for as a whole.
+            words = {"pre_buffer": False, "buffer_size": _BUFFER_BYTES}
+        file = pyarrow("pyarrow.parquet").ParquetFile(RangeFile(num_bytes, read), metadata=metadata, **words)
+        return file.read_row_group(piece, columns=names, use_threads=False), has_N
+
+    def _pages(self, scan: ShardScan, piece: int, number: int) -> ChunkPages | None:
+        """Returns the pages of a column of a row group."""
+
+        def parse(extra: bytes) -> list[ChunkPages | None]:
+            _, length = _HEAD.unpack_from(extra)
+            return pages_of(extra[_HEAD.size : _HEAD.size + length])
+
+        found = scan.parsed("pages", parse)
+        return found[piece * self._metadata(scan).num_columns + number] if found else None
+
+    @override
+    def row_ranges(self, scan: ShardScan, piece: int, columns: Columns, rows: Rows) -> list[tuple[int, int]]:
+        whole, found = self.ranges(scan, piece, columns), list[tuple[int, int]]()
+        if rows is None:
+            return whole
+        for number, (start, stop) in self._leaves(self._metadata(scan).row_group(piece), columns):
+            pages = self._pages(scan, piece, number)
+            found += [(start, stop)] if pages is None else pages.ranges(rows, start)
+        # Else the neighbours that are wanted next come for little.
+        return found if 2 * _num_bytes(found) < _num_bytes(whole) else whole
 
 
 def _footer(extra: bytes) -> Any:
@@ -284,7 +331,22 @@ def _footer(extra: bytes) -> Any:
 
 def _tail(extra: bytes) -> io.BytesIO:
     # pyarrow wants a file that begins with the mark, too.
-    return io.BytesIO(b"PAR1" + extra[8:])
+    return io.BytesIO(b"PAR1" + extra[_HEAD.size + _HEAD.unpack_from(extra)[1] :])
+
+
+def _padded(starts: list[int], chunks: Sequence[Any]) -> Callable[[int, int], bytes]:
+    """Returns what reads ranges of chunks that begin there, with zeros behind them: pyarrow reads on after the last
+    page, and does not look at that."""
+
+    def read(start: int, stop: int) -> bytes:
+        number = bisect.bisect_right(starts, start) - 1
+        return bytes(chunks[number][start - starts[number] : stop - starts[number]]).ljust(stop - start, b"\0")
+
+    return read
+
+
+def _num_bytes(ranges: list[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
 def _unread(name: str, kind: str, error: Exception) -> DataError:
@@ -339,10 +401,10 @@ class ArrowFormat(ArrowPieces):
         return pyarrow().ipc.read_schema(pyarrow().py_buffer(extra[1:])).remove_metadata()
 
     @override
-    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> Any:
+    def _table(self, scan: ShardScan, piece: int, parts: Any, names: list[str]) -> tuple[Any, Any]:
         arrow, written = pyarrow(), scan.parsed("written", self._written_schema)
         content = arrow.py_buffer(parts.range(*scan.span(piece)))
-        return arrow.Table.from_batches([arrow.ipc.read_record_batch(content, written)])
+        return arrow.Table.from_batches([arrow.ipc.read_record_batch(content, written)]), None
 
 
 def _by_footer(file: ShardFile) -> tuple[bytes, list[tuple[int, int, int]]]:

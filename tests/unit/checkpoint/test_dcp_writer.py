@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -316,6 +317,8 @@ def test_a_save_without_a_step_and_without_agreement(writer: ShadeWriter) -> Non
     with pytest.raises(CheckpointException) as failure:
         dcp.save({"a": torch.zeros(3)}, storage_writer=writer)
     assert "checkpoint_id" in str(reason(failure))
+    if "use_collectives" not in inspect.signature(dcp.save).parameters:
+        return  # in PyTorch 2.8 a save always agrees
     with pytest.raises(ConfigError, match="use_collectives"):
         dcp.save({"a": torch.zeros(3)}, storage_writer=writer, checkpoint_id="4", use_collectives=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,14 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shade.checkpoint._capture.sharding import Region, Replicas, SavedDTensor, Sharding
+from shade.checkpoint._capture.sharding import (
+    Region,
+    Replicas,
+    SavedDTensor,
+    Sharding,
+    _cut_by_torch,
+    _is_same,
+)
 from shade.errors import CorruptCheckpointError, StateMismatchError
 
 MESHES = ((1,), (2,), (3,), (2, 2), (2, 3))
@@ -55,7 +63,14 @@ def test_every_rank_holds_what_pytorch_cuts(shape: tuple[int, ...], mesh: tuple[
         holders: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
             part = sharding.part_at(coordinate)
-            assert torch.equal(taken(whole, sharding.region(part)), cut(whole, sharding, coordinate)), sharding
+            region, expected = sharding.region(part), cut(whole, sharding, coordinate)
+            is_equal = torch.equal(taken(whole, region), expected)
+            # It cuts uneven sizes otherwise, and what it cuts otherwise is refused.
+            spec = SimpleNamespace(
+                shape=shape, mesh=torch.zeros(mesh), placements=[*map(placement, sharding.placements)]
+            )
+            assert is_equal or torch.__version__.startswith("2.8."), sharding
+            assert is_equal or not _is_same(region, _cut_by_torch(spec, coordinate)), sharding
             holders.setdefault(part, []).append(rank)
         assert set(sharding.parts()) == set(holders)
         for part, ranks in holders.items():
@@ -133,9 +148,10 @@ def test_any_part_is_made_of_any_parts(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.bool, torch.complex64, torch.complex128])
 def test_types_that_cannot_be_indexed_are_put_together(dtype: torch.dtype) -> None:
-    whole = (torch.arange(12) % 2).view(4, 3).to(dtype)
+    numbers = (torch.arange(12) % 2).view(4, 3)
+    whole = numbers.to(dtype)
     sharding = Sharding((4, 3), (2,), (0, 1), ((0, 2),))
-    halves = {0: whole[[0, 2]], 1: whole[[1, 3]]}
+    halves = {0: numbers[[0, 2]].to(dtype), 1: numbers[[1, 3]].to(dtype)}
     it = SavedDTensor(sharding, whole.stride(), 0, lambda rank: [f"it@rank{rank}"], lambda rank: halves[rank])
     found = it.whole()
     assert found.dtype is dtype

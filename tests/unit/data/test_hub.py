@@ -59,8 +59,9 @@ def some_numbers(first: int) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-@pytest.mark.parametrize("pattern", ["data/*", "data", "data/{names}"])
+@pytest.mark.parametrize(
+    ("kind", "pattern"), [("tar", "data/*"), ("parquet", "data/*"), ("parquet", "data"), ("tar", "data/{names}")]
+)
 def test_samples_are_those_of_the_files_for_few_requests(hub: Hub, tmp_path: Path, kind: str, pattern: str) -> None:
     expected, _ = shards_of(hub, tmp_path, kind)
     name = (
@@ -237,6 +238,7 @@ def test_an_image_folder_is_torchvisions_in_workers_too(hub: Hub, tmp_path: Path
     remote.origin.close()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_readers_process_reads_it_too(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repository(NAME).is_private = True

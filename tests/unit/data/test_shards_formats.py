@@ -264,7 +264,7 @@ def test_names_patterns_and_folders(tmp_path: Path) -> None:
         Shards(tmp_path / "absent.tar")
     (tmp_path / "s" / "a.csv").write_text("a,b")
     with pytest.raises(
-        ConfigError, match=r"shards that end in \.arrow, \.lmdb, \.mdb, \.mds, \.parquet, \.tar, \.zip.*a\.csv"
+        ConfigError, match=r"shards that end in \.arrow, \.lance, \.lmdb, \.mdb, \.mds, \.parquet, \.tar, \.zip.*a\.csv"
     ):
         Shards(tmp_path / "s" / "a.csv")
     write_zip(tmp_path / "s" / "z.zip", items[:3])

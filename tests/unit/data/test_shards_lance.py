@@ -18,7 +18,6 @@ from shade.errors import ConfigError, DataError
 from tests.support.hub_server import serving_hub
 from tests.support.storage_servers import BUCKET, S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:lance is not fork-safe")
 lance = pytest.importorskip("lance")
 NUM = 300
 
@@ -120,6 +119,7 @@ def test_a_batch_is_one_take_and_is_counted(tmp_path: Path, monkeypatch: pytest.
     assert counts[0][1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_fork_is_refused_and_the_cure_reads(tmp_path: Path) -> None:
     written(tmp_path / "a.lance")

@@ -330,7 +330,7 @@ class ZipFormat(ArchiveFormat):
         try:
             with zipfile.ZipFile(file.as_file()) as archive:
                 infos, end = archive.infolist(), archive.start_dir
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        except (zipfile.BadZipFile, RuntimeError, ValueError, struct.error) as error:
             raise DataError.of(f"{shown_place(name)} to be a whole zip", str(error), "copy it again") from error
         # The directory may have another order; a file reaches at most to the header of the next.
         infos.sort(key=lambda info: info.header_offset)

@@ -91,7 +91,7 @@ class DiskFiles:
                     raise PermissionError(errno.EACCES, f"it belongs to user id {owner}")
                 index = f"{self.stem}.index"
                 os.close(open_file(index))  # for its mode
-                self.base = sqlite3.connect(index, _LOCK_SECONDS, isolation_level=None, check_same_thread=False)
+                self.base = sqlite3.connect(index, timeout=_LOCK_SECONDS, isolation_level=None, check_same_thread=False)
                 self._use_log(index)
                 self.base.execute("pragma synchronous=normal")
                 if not self.base.execute("select 1 from sqlite_master where name = 'total'").fetchall():

@@ -12,12 +12,14 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 import xxhash
 
 from shade.errors import CorruptCheckpointError
 from shade.types import Bytes
 
 MAX_INT: Final = 2**63 - 1
+_MOST_NESTED: Final = 900
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 
 
@@ -38,6 +40,11 @@ def canonical(body: Any, default: Callable[[Any], Any] | None = None) -> bytes:
 
 def parse_json(content: Bytes) -> Any:
     """Parses a JSON text without NaN and infinity, or raises CorruptCheckpointError."""
+    octets = np.frombuffer(content, np.uint8)
+    # From Python 3.14 on the parser follows any nesting; what walks through the result does not.
+    opened, closed = np.isin(octets, list(b"[{")), np.isin(octets, list(b"]}"))
+    if np.cumsum(opened.astype(np.int64) - closed).max(initial=0) > _MOST_NESTED:
+        raise CorruptCheckpointError(f"a record of {len(content)} bytes that is nested too deeply")
     try:
         return json.loads(bytes(content), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

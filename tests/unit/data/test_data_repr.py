@@ -97,7 +97,7 @@ def test_a_loader_says_how_batches_are_made(dataset: ShadeDataset, sampler: Shad
             | {"report_validation", "scores", "set_epoch", "state_dict", "steps_done", "take_losses", "total_steps"}
             | {"report", "weights"},
         ),
-        (ShadeLoader, {"count_step", "epoch", "in_threads", "load_state_dict", "state_dict", "stats"}),
+        (ShadeLoader, {"close", "count_step", "epoch", "in_threads", "load_state_dict", "state_dict", "stats"}),
     ],
 )
 def test_help_shows_what_users_call(users_class: type, methods: set[str]) -> None:

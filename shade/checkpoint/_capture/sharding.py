@@ -287,7 +287,7 @@ def _cut_by_torch(spec: Any, coordinate: tuple[int, ...]) -> Region:
     for dim, num_items in enumerate(spec.shape):
         items = torch.arange(num_items).view([-1 if each == dim else 1 for each in range(len(spec.shape))])
         for size, place, placement in zip(spec.mesh.shape, coordinate, spec.placements, strict=True):
-            if placement.is_shard(dim):
+            if not placement.is_replicate() and placement.dim == dim:
                 items = placement._split_tensor(items, size, with_padding=False)[0][place]
         found.append(items.flatten().numpy())
     return tuple(found)

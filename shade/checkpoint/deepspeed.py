@@ -30,7 +30,7 @@ import torch
 
 from shade.checkpoint._capture.flatten import part_of, tensors_in, unflatten
 from shade.checkpoint._interchange.export import STAND_IN
-from shade.checkpoint._restore.reader import Snapshot, fill
+from shade.checkpoint._restore.reader import ChunkReads, Snapshot
 from shade.checkpoint._restore.restore import Arena
 from shade.checkpoint._session.checkpointer import group_of, tiers_of
 from shade.checkpoint._session.state_dict_checkpointer import StateDictCheckpointer
@@ -171,13 +171,15 @@ class ShadeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpee
         wanted = part_of(files, [note["file"]])
         names = tensors_in(wanted)
         tensors: dict[str, torch.Tensor] = {}
-        for rank in range(snapshot.record.world_size):
-            manifest = reader.manifest(snapshot, rank)
-            entries = {name: entry for name, entry in manifest.tensors.items() if name in names}
-            if entries:
-                arena, numbers = Arena(manifest.num_bytes), manifest.chunks_of(entries)
-                fill(reader, snapshot, manifest, arena.chunks(manifest, numbers), shared=numbers)
-                tensors |= arena.tensors(entries)
+        with ChunkReads(reader, snapshot) as reads:
+            for rank in range(snapshot.record.world_size):
+                manifest = reader.manifest(snapshot, rank)
+                entries = {name: entry for name, entry in manifest.tensors.items() if name in names}
+                if entries:
+                    arena, numbers = Arena(manifest.num_bytes), manifest.chunks_of(entries)
+                    reads.begin(manifest, arena.chunks(manifest, numbers), shared=numbers)
+                    tensors |= arena.tensors(entries)
+            reads.finish_all()
         return unflatten(wanted, tensors)[note["file"]]
 
     # ── the rest of the interface ───────────────────────────────────────────────────────────────────────────────────

@@ -274,9 +274,8 @@ def _split_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[Sharding, tuple[i
     order, default = getattr(spec, "shard_order", None), getattr(spec, "compute_default_shard_order", None)
     is_usual = order is None or default is None or order == default(spec.placements)
     region = made.region(part)
-    is_torchs = all(type(each).__name__ != "_StridedShard" for each in spec.placements) or _is_same(
-        region, _cut_by_torch(spec, coordinate)
-    )
+    is_strided = any(each is not None and each[1] > 1 for each in placements)
+    is_torchs = not is_strided or _is_same(region, _cut_by_torch(spec, coordinate))
     return made, part, tuple(map(len, region)), None if is_usual else order, is_torchs
 
 

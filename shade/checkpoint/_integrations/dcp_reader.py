@@ -259,13 +259,12 @@ class _SavedState:
     def read(self, chunks: Collection[Chunk], shared: Collection[Chunk]) -> None:
         """Reads verified chunks; those that another rank reads too, through the page cache."""
         with ChunkReads(self.reader, self.snapshot) as reads:
-            wanted = {shard: sorted(number for at, number in chunks if at == shard) for shard, _ in chunks}
-            for shard, numbers in wanted.items():
+            for shard in sorted({shard for shard, _ in chunks}):
+                numbers = sorted(number for at, number in chunks if at == shard)
                 through = {number for at, number in shared if at == shard}
                 manifest = self._manifests[shard]
                 reads.begin(manifest, self._arenas[shard].chunks(manifest, numbers), through)
-            for shard, numbers in wanted.items():
-                reads.finish(self._manifests[shard], numbers)
+            reads.finish_all()
 
     def release(self, chunks: Iterable[Chunk]) -> None:
         """Gives memory of chunks back; their content is lost."""

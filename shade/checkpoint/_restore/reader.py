@@ -2,9 +2,7 @@
 
 A snapshot has the same record digest in every tier. So a chunk may come from any tier, nearest first, and from any copy
 in it; `Reader.repair` writes back what one has lost. `ShardDecoder` decodes the chunks of a shard, down to the
-keyframe; `ChunkReads` has threads read while the caller plans, sends or loads.
-
-Invariant: no byte leaves `Reader` unverified.
+keyframe; threads of `ChunkReads` read while the caller plans. Invariant: no byte leaves `Reader` unverified.
 
 Invariant: the decoded data of a version 2 snapshot has the digest that was computed when it was saved. For version 1
 this holds of the stored form, which its codec decodes in one way only.
@@ -448,10 +446,11 @@ class ChunkReads:
     def finish(self, manifest: Manifest, numbers: Sequence[int]) -> None:
         """Waits for chunks that were begun. Raises CorruptCheckpointError if one is lost in every copy; the content of
         all of them is undefined then."""
-        reads = list(dict.fromkeys(self._begun[manifest.rank, number] for number in numbers))
-        wait(reads)
-        for reading in reads:
-            reading.result()
+        _finish(self._begun[manifest.rank, number] for number in numbers)
+
+    def finish_all(self) -> None:
+        """Waits for all that was begun; raises as `finish`."""
+        _finish(self._begun.values())
 
     def __enter__(self) -> Self:
         return self
@@ -470,17 +469,11 @@ class ChunkReads:
                 buffers[number][:] = data
 
 
-def fill(
-    reader: Reader,
-    snapshot: Snapshot,
-    manifest: Manifest,
-    buffers: Mapping[int, memoryview],
-    shared: Collection[int] = (),
-) -> None:
-    """Reads chunks of one shard, as `ChunkReads` does, and waits for them."""
-    with ChunkReads(reader, snapshot) as reads:
-        reads.begin(manifest, buffers, shared)
-        reads.finish(manifest, list(buffers))
+def _finish(reads: Iterable[Future[None]]) -> None:
+    parts = list(dict.fromkeys(reads))
+    wait(parts)
+    for part in parts:
+        part.result()
 
 
 def matches_data_digest(manifest: Manifest, number: int, data: Bytes) -> bool:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -271,6 +271,14 @@ class _CeasedError(CheckpointError):
     """A snapshot that shared memory alone had, and that a later save had begun to replace when it was ended."""
 
 
+class _Shard(NamedTuple):
+    """A shard, this rank's memory for it, and the tensors of it that every rank wants."""
+
+    manifest: Manifest
+    arena: Arena
+    wanted: dict[str, TensorEntry]
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a shard comes from."""
@@ -319,25 +327,24 @@ class _Attempt:
         record, group = self._snapshot.record, self._group
         result = ReadSnapshot(record, [], self._snapshot.sources, None, {}, self._newest_sequence, [])
         shards = self._open(places)
-        result.trees = [part_of(manifest.tree, self._only) for manifest, _ in shards]
+        result.arenas = [(shard.arena, shard.manifest) for shard in shards]
+        result.trees = [part_of(shard.manifest.tree, self._only) for shard in shards]
         result.tree = completed(result.trees[group.rank % record.world_size], result.trees)
-        for manifest, arena in shards:
-            wanted = self._entries(manifest, with_parts=True)
-            result.tensors |= arena.tensors(wanted)
+        for arena, manifest in result.arenas:
+            named = self._entries(manifest, with_parts=True)
+            result.tensors |= arena.tensors(named)
             items = manifest.bounds.items()  # a bound of 0: the lossy codec was exact after all
-            result.bounds |= {name: bound for name, bound in items if name in wanted and bound.max_abs > 0}
+            result.bounds |= {name: bound for name, bound in items if name in named and bound.max_abs > 0}
         needed = self._needed(result.tree, result.tensors, self._only) if self._needed is not None else {}
-        spans = [spans_of(manifest, needed) for manifest, _ in shards]
-        for (manifest, arena), here, place in zip(shards, spans, places, strict=True):
+        spans = [spans_of(shard.manifest, needed) for shard in shards]
+        for (manifest, arena, _), here, place in zip(shards, spans, places, strict=True):
             if here and not place.num_near:
                 self._reads.begin(manifest, arena.chunks(manifest, manifest.chunks_between(here.values())))
-        result.arenas = [(arena, manifest) for manifest, arena in shards]
-        for (manifest, arena), place in zip(shards, places, strict=True):
-            wanted = self._entries(manifest)
+        for shard, place in zip(shards, places, strict=True):
             if place.num_near == group.world_size:
-                result.tensors |= self._read_on_every_rank(manifest, arena, wanted)
+                result.tensors |= self._read_on_every_rank(*shard)
             else:
-                self._send(manifest, arena, manifest.chunks_of(wanted), place)
+                self._send(shard.manifest, shard.arena, shard.manifest.chunks_of(shard.wanted), place)
         if self._needed is not None:
             self._read_parts(result, spans, places)
         if result.bounds and group.rank == 0:
@@ -345,28 +352,30 @@ class _Attempt:
         result.tiers = list(dict.fromkeys(name for names in group.gather(list(self._tiers)) for name in names))
         return result
 
-    def _open(self, places: Sequence[_Place]) -> list[tuple[Manifest, Arena]]:
-        """Returns the manifests, each read by one rank, and memory for the shards; begins to read what it will send."""
+    def _open(self, places: Sequence[_Place]) -> list[_Shard]:
+        """Returns the shards, each manifest read by one rank; begins to read what it will send."""
         digests, group = self._snapshot.record.manifests, self._group
-        mine: dict[int, tuple[Manifest, Arena]] = {}
+        opened: dict[int, _Shard] = {}
         failure = None
         try:
-            for shard, place in enumerate(places):
+            for number, place in enumerate(places):
                 if place.source == group.rank:
-                    manifest = self._reader.manifest(self._snapshot, shard)
-                    mine[shard] = manifest, Arena(manifest.num_bytes)
+                    shard = opened[number] = self._shard(self._reader.manifest(self._snapshot, number))
                     if place.num_near < group.world_size:
-                        numbers = manifest.chunks_of(self._entries(manifest))
-                        self._reads.begin(manifest, mine[shard][1].chunks(manifest, numbers))
+                        numbers = shard.manifest.chunks_of(shard.wanted)
+                        self._reads.begin(shard.manifest, shard.arena.chunks(shard.manifest, numbers))
         except (CheckpointError, StoreError, StorageError) as error:
             failure = str(error)
         self._check(failure)
-        contents = group.gather({str(shard): manifest.to_bytes().decode() for shard, (manifest, _) in mine.items()})
-        for shard, place in enumerate(places):
-            if shard not in mine:
-                manifest = Manifest.parse(contents[place.source][str(shard)].encode(), digests[shard])
-                mine[shard] = manifest, Arena(manifest.num_bytes)
-        return [mine[shard] for shard in range(len(places))]
+        contents = group.gather({str(number): each.manifest.to_bytes().decode() for number, each in opened.items()})
+        for number, place in enumerate(places):
+            if number not in opened:
+                content = contents[place.source][str(number)].encode()
+                opened[number] = self._shard(Manifest.parse(content, digests[number]))
+        return [opened[number] for number in range(len(places))]
+
+    def _shard(self, manifest: Manifest) -> _Shard:
+        return _Shard(manifest, Arena(manifest.num_bytes), self._entries(manifest))
 
     def _read_parts(self, result: ReadSnapshot, spans: Sequence[Mapping[str, range]], places: Sequence[_Place]) -> None:
         """Reads the parts of DTensors that this rank needs; what it does not reach, the first rank that does sends."""

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from shade.errors import ConfigError, PeerLostError
 from shade.gradient._comm.step import CALLS, RESTS, STAYS, GradientStep, StepState
@@ -49,13 +50,14 @@ from shade.gradient._local.anchors import Anchors
 from shade.gradient._local.fragment_schedule import FragmentSchedule
 from shade.gradient._local.outer_exchange import OuterExchange, OuterStep
 from shade.rank_group import TIMEOUT_SECONDS
+from shade.types import ClosedByWith
 
 _PURPOSE = "local updates"
 
 logger = logging.getLogger("shade.gradient")
 
 
-class LocalUpdates:
+class LocalUpdates(ClosedByWith):
     """Exchanges how far each rank came in H steps, and steps the common weights. The constructor is collective.
 
     Args:
@@ -207,18 +209,13 @@ class LocalUpdates:
         # A rank was lost during the last vote, and the others have all votes: they are past this place.
         self._take_anchors()
 
+    @override
     def close(self) -> None:
         """Ends the thread and frees the group; drops what is under way. Safe to call twice."""
         self._exchange.close()
         self._topology.close()
         if self._membership is not None:
             self._membership.close()
-
-    def __enter__(self) -> LocalUpdates:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -23,8 +23,8 @@ available, without end the last event ends the trace.
 
 The costs come from a file that --save-costs wrote, or are measured on this machine: copies and hashes in memory, writes
 to --persist-to, transfers to --store. The replay is exact; nothing is drawn at random. kept + lost + saving +
-recovering + down is the length of the trace. expected is the closed form for failures at random moments. Strategies that do
-not restore bit for bit are left out unless they are named.
+recovering + down is the length of the trace. expected is the closed form for failures at random times. Strategies that
+do not restore bit for bit are left out unless they are named.
 
 exit code: 0; 2 the command could not be carried out
 """

@@ -1,7 +1,8 @@
 """Decides from measurements how much of the gradient all ranks send, and how many samples each rank computes.
 
 *Density.* A step takes the slowest rank's compute and the exchange, whose bytes are proportional to the density. The
-controller chooses the density between floor and ceiling with the most progress per second (`shade.control.curve`).
+controller chooses the density between floor and ceiling with the most progress (`shade.control.curve`) per expected
+second (`shade.control.link_cost`).
 With staleness 1 the exchange runs beside the next compute, with staleness 0 after it.
 
 *Batches* are proportional to the samples that each rank computes in a second (`split`), and the global batch stays the
@@ -15,13 +16,14 @@ resume. Decision 0018 has the measurements behind the constants.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Final, TypeAlias
 
 from shade.control.curve import Curve, power
+from shade.control.link_cost import LinkCost
+from shade.control.smoothing import Slope, Smoothed
 from shade.errors import ConfigError
 from shade.types import Decision, StepReport
 
@@ -31,8 +33,8 @@ Limits: TypeAlias = tuple[int, int]
 FLOOR, CEILING = 0.0005, 0.10
 """Least and greatest density. Below, error feedback returns most of a gradient too late; above, the indices cost as
 much as a dense exchange, and a user with such a link needs no sparse one."""
-OVERLAP: Final = 4.0
-"""Compute c beside exchange e takes (c^4 + e^4)^(1/4): the longer one if they differ much, 1.19 of either if equal."""
+OVERLAP: Final = 6.0
+"""Compute c beside exchange e takes (c^6 + e^6)^(1/6): the longer one if they differ much, 1.12 of either if equal."""
 HYSTERESIS_FRACTION: Final = 0.10
 PAUSE: Final = 2.0
 """A step of this many times the expected compute contained an evaluation, and says nothing about density."""
@@ -45,96 +47,6 @@ _MOST_OPEN: Final = 16
 """Incomplete steps that are kept; an older one will not be completed, because its missing reports were dropped."""
 _CANDIDATES: Final = 120
 """Densities to choose from, each 4.5 % above the one before: finer than the hysteresis."""
-
-WINDOW: Final = 3
-QUICK_WEIGHT, STEADY_WEIGHT = 0.8, 0.1
-"""Weight of the newest median in the average: when it differs by more than `NOISE_FRACTION`, and when not."""
-NOISE_FRACTION: Final = 0.2
-"""A median that differs by more is a change, not noise."""
-
-FADING: Final = 0.99
-"""Factor of a measurement's weight in a slope with each newer one: about a hundred count."""
-DOUBT: Final = 5 * 0.1**2
-"""A slope starts as if five measurements, each a tenth of x from the mean, had shown no growth."""
-
-
-class Smoothed:
-    """One smoothed quantity: the median of the last three measurements, then a moving average.
-
-    The median removes a single outlier. The average is slow while medians stay near it, and quick once they do not.
-    `value` is None before the first measurement.
-    """
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=WINDOW)
-        self.value: float | None = None
-
-    def add(self, measured: float) -> None:
-        """Adds a measurement; ignores one that is not finite, because a broken clock must not steer."""
-        if not math.isfinite(measured):
-            return
-        self._recent.append(measured)
-        middle = median(self._recent)
-        if self.value is None:
-            self.value = middle
-            return
-        # Quick with changes: of seconds per byte that is the safe order, because a step on an overestimated link takes
-        # long, and one on an underestimated link only carries less.
-        is_noise = abs(middle - self.value) <= NOISE_FRACTION * abs(self.value)
-        self.value += (STEADY_WEIGHT if is_noise else QUICK_WEIGHT) * (middle - self.value)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state."""
-        return {"recent": list(self._recent), "value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state."""
-        self._recent = deque(map(float, state["recent"]), maxlen=WINDOW)
-        self.value = None if state["value"] is None else float(state["value"])
-
-
-class Slope:
-    """The growth of y with x: a line through all measurements, in which old ones lose weight; 0 while it may be
-    noise."""
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = self._yy = 0.0
-        self._level_weight = 0.0
-        """Total weight of the measurements in the means of x and y."""
-
-    def add(self, x: float, y: float) -> None:
-        """Adds a measurement (x, y), both finite."""
-        kept = FADING * self._level_weight
-        self._weight, self._level_weight = FADING * self._weight + 1, kept + 1
-        step_x, step_y, share = x - self._x, y - self._y, kept / self._level_weight
-        self._x += step_x / self._level_weight
-        self._y += step_y / self._level_weight
-        self._xx = FADING * self._xx + share * step_x * step_x
-        self._xy = FADING * self._xy + share * step_x * step_y
-        self._yy = FADING * self._yy + share * step_y * step_y
-
-    def start_level(self) -> None:
-        """Starts a new level of y, which changed for another reason than x; keeps the slope."""
-        self._level_weight = 0.0
-
-    @property
-    def value(self) -> float:
-        """The slope of the line minus its standard error; shrunk towards 0 if x has hardly varied."""
-        spread = self._xx + DOUBT * self._x**2
-        if self._weight <= 2 or not spread:
-            return 0.0
-        slope = self._xy / spread
-        unexplained = max(0.0, self._yy - slope * self._xy)
-        return max(0.0, slope - math.sqrt(unexplained / (self._weight - 2) / spread))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state."""
-        return {"sums": [self._weight, self._level_weight, self._x, self._y, self._xx, self._xy, self._yy]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state."""
-        sums = map(float, state["sums"])
-        self._weight, self._level_weight, self._x, self._y, self._xx, self._xy, self._yy = sums
 
 
 class Controller:
@@ -192,7 +104,7 @@ class Controller:
 
     def _reset_measurements(self) -> None:
         self._num_steps = 0
-        self._seconds_per_byte = Smoothed()
+        self._link = LinkCost()
         self._bytes_per_density: float | None = None
         self._seconds_per_sample = [Smoothed() for _ in range(self._world_size)]
         self._compute_seconds = [Smoothed() for _ in range(self._world_size)]
@@ -234,9 +146,10 @@ class Controller:
         # Without the time that an early rank waits for a late one: the link does not cause it.
         wall = _slowest_hop_seconds(step_W)
         if num_bytes and wall > 0:
-            self._seconds_per_byte.add(wall / num_bytes)
-            # What does not shrink with density (small dense tensors, latency) looks like less bandwidth; it is
-            # measured again at each new density, so a few decisions correct it.
+            # The rank that votes last waits for no other.
+            self._link.add(wall, num_bytes, min(report.latency_seconds for report in step_W))
+            # Bytes that do not shrink with density, of small dense tensors, are measured again at each new density, so
+            # a few decisions correct them.
             self._bytes_per_density = num_bytes / density
 
     def _learn_growth(self, step_W: list[StepReport], density: float) -> None:
@@ -253,7 +166,7 @@ class Controller:
     @property
     def bandwidth(self) -> float | None:
         """The slowest hop's bandwidth in bytes per second; None before the first measurement."""
-        slowness = self._seconds_per_byte.value
+        slowness = self._link.seconds_per_byte
         return 1 / slowness if slowness else None
 
     # ── decisions ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,17 +207,18 @@ class Controller:
 
     def _better_density(self, sizes: tuple[int, ...]) -> tuple[float, str]:
         """Returns a better density and the reason, or the present density and no reason."""
-        slowness, bulk = self._seconds_per_byte.value, self._bytes_per_density
+        slowness, bulk = self._link.seconds_per_byte, self._bytes_per_density
         compute = self._expected_compute(sizes)
         if not slowness or not bulk or not compute:
             return self.density, ""
-        new = self._best(compute, bulk * slowness)
+        new = self._best(compute, bulk)
         if abs(new / self.density - 1) <= HYSTERESIS_FRACTION:
             return self.density, ""
         bound = {self._floor: ", the floor", self._ceiling: ", the ceiling"}.get(new, "")
         why = (
             f"density {self.density:.3%} → {new:.3%}{bound}: the slowest hop carries {1e-6 / slowness:.3g} MB/s, "
-            f"a step computes {self._compute_at(new, compute):.3g} s and would exchange {new * bulk * slowness:.3g} s"
+            f"a step computes {self._compute_at(new, compute):.3g} s and would exchange "
+            f"{self._link.fixed_seconds + new * bulk * slowness:.3g} s"
         )
         return new, why
 
@@ -315,15 +229,23 @@ class Controller:
             return max(size * (each.value or 0.0) for size, each in known)
         return max(each.value or 0.0 for each in self._compute_seconds)
 
-    def _best(self, compute_seconds: float, exchange_seconds: float) -> float:
-        """Returns the density with the most progress per second; `exchange_seconds` is the exchange at density 1."""
-        return max((self._rate(each, compute_seconds, exchange_seconds), each) for each in self._densities)[1]
+    def _best(self, compute_seconds: float, bytes_per_density: float) -> float:
+        """Returns the density with the most progress per second."""
+        rates = self._link.rates()
+        seconds = (
+            (self._seconds_at(each, compute_seconds, each * bytes_per_density, rates)) for each in self._densities
+        )
+        return max((self._curve.at(each) / took, each) for each, took in zip(self._densities, seconds, strict=True))[1]
 
-    def _rate(self, density: float, compute_seconds: float, exchange_seconds: float) -> float:
-        """Returns the progress per second at a density."""
-        compute, exchange = self._compute_at(density, compute_seconds), density * exchange_seconds
-        power = OVERLAP if self._staleness else 1.0
-        return self._curve.at(density) / float((compute**power + exchange**power) ** (1 / power))
+    def _seconds_at(
+        self, density: float, compute_seconds: float, num_bytes: float, rates: Sequence[tuple[float, float]]
+    ) -> float:
+        """Returns the expected seconds of a step at a density."""
+        compute, power = self._compute_at(density, compute_seconds), OVERLAP if self._staleness else 1.0
+        exchanges = ((self._link.fixed_seconds + num_bytes * each, share) for each, share in rates)
+        return math.fsum(
+            share * float((compute**power + exchange**power) ** (1 / power)) for exchange, share in exchanges
+        )
 
     def _compute_at(self, density: float, compute_seconds: float) -> float:
         return compute_seconds + density * self._seconds_per_density.value
@@ -351,7 +273,7 @@ class Controller:
             "newest_step": self._newest_step,
             "effective_step": self._effective_step,
             "bytes_per_density": self._bytes_per_density,
-            "seconds_per_byte": self._seconds_per_byte.state_dict(),
+            "link": self._link.state_dict(),
             "seconds_per_sample": [each.state_dict() for each in self._seconds_per_sample],
             "compute_seconds": [each.state_dict() for each in self._compute_seconds],
             "seconds_per_density": self._seconds_per_density.state_dict(),
@@ -369,7 +291,7 @@ class Controller:
         self._newest_step, self._effective_step = int(state["newest_step"]), int(state["effective_step"])
         bulk = state["bytes_per_density"]
         self._bytes_per_density = None if bulk is None else float(bulk)
-        self._seconds_per_byte.load_state_dict(state["seconds_per_byte"])
+        self._link.load_state_dict(state["link"])
         for each, saved in zip(self._seconds_per_sample, state["seconds_per_sample"], strict=True):
             each.load_state_dict(saved)
         for each, saved in zip(self._compute_seconds, state["compute_seconds"], strict=True):
@@ -385,7 +307,7 @@ class Controller:
 def _is_possible(report: StepReport) -> bool:
     """Returns whether every value that the controller uses is possible."""
     counts = (report.step, report.rank, report.num_samples, report.bytes_sent, report.bytes_received)
-    seconds = (report.compute_seconds, report.exchange_seconds)
+    seconds = (report.compute_seconds, report.exchange_seconds, report.latency_seconds)
     return min(counts) >= 0 and all(0 <= each < math.inf for each in seconds) and 0 < report.density <= 1
 
 

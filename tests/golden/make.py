@@ -52,7 +52,7 @@ from shade.types import Decision, StepReport
 GOLDEN = Path(__file__).resolve().parent
 INDEX = 7
 """The sample of the cache entries."""
-REPORT = StepReport(5, 1, 32, 0.25, 0.03, 0.125, 0.0, 4096, 8192, 0.01, 1.5)
+REPORT = StepReport(5, 1, 32, 0.25, 0.03, 0.125, 0.0625, 0.0, 4096, 8192, 0.01, 1.5)
 DECISION = Decision(0.02, (48, 16), 8, "the link waits")
 PICTURE_HWC = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
 ITEM = {"x": torch.arange(6, dtype=torch.int16).reshape(2, 3), "y": 3, "words": ["a", "b"]}

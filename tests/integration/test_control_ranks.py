@@ -19,7 +19,7 @@ from tests.support.launching import ROOT, environment
 pytestmark = [pytest.mark.multiprocess, pytest.mark.redis]
 
 NUM_STEPS, NUM_RANKS = 40, 3
-HIDDEN = (0.1 / 0.9) ** 0.25  # of the compute, what the exchange beside it is to take
+HIDDEN = (0.1 / 0.9) ** (1 / 6)  # of the compute, what the exchange beside it is to take
 RANK = f"""\
 import sys, time
 from shade.control.client import TelemetryClient
@@ -27,7 +27,7 @@ from shade.types import StepReport
 url, rank, forever = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
 with TelemetryClient(url) as client:
     for step in range(10**9 if forever else {NUM_STEPS}):
-        client.report(StepReport(step, rank, 8, 0.2, 0.01, 0.1, 0.0, 10**6, 10**6, 0.01, 1.0))
+        client.report(StepReport(step, rank, 8, 0.2, 0.01, 0.1, 0.0, 0.0, 10**6, 10**6, 0.01, 1.0))
         time.sleep(0.01)
 assert (client.num_sent, client.num_dropped) == ({NUM_STEPS}, 0)
 """
@@ -58,7 +58,7 @@ def test_what_the_ranks_tell_is_what_is_decided_on(server: TelemetryServer) -> N
         over_the_wire.observe(report)
     for step in range(NUM_STEPS):
         for number in range(NUM_RANKS):
-            direct.observe(StepReport(step, number, 8, 0.2, 0.01, 0.1, 0.0, 10**6, 10**6, 0.01, 1.0))
+            direct.observe(StepReport(step, number, 8, 0.2, 0.01, 0.1, 0.0, 0.0, 10**6, 10**6, 0.01, 1.0))
     decision = over_the_wire.decide(NUM_STEPS)
     assert decision == direct.decide(NUM_STEPS)
     assert decision is not None

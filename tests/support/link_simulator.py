@@ -114,6 +114,8 @@ class Cluster:
     staleness: int = 1
     seconds_per_density: float = 0.0
     """How much longer compute is at density 1, where selection and merging use the model's processor."""
+    latency_seconds: float = 0.0
+    """What an exchange of no bytes takes."""
     noise_fraction: float = 0.0
     """Greatest random deviation of compute and bandwidth of each step."""
 
@@ -166,7 +168,7 @@ def play(
         computed = begin + max(compute_W)
         start = max(computed, received)
         num_bytes = density * cluster.bytes_per_density
-        before, received = received, link.finish(start, num_bytes * off())
+        before, received = received, link.finish(start, num_bytes * off()) + cluster.latency_seconds
         begin = received if cluster.staleness == 0 else max(computed, before)
         progress += curve.at(density)
         outcome.densities.append(density)
@@ -176,7 +178,20 @@ def play(
                 moved = int(num_bytes)
                 waited = begin - computed
                 reports.append(
-                    StepReport(step, rank, size, compute, 0.0, wall, waited, moved, moved, density, gradient_norm=1.0)
+                    StepReport(
+                        step,
+                        rank,
+                        size,
+                        compute,
+                        0.0,
+                        wall,
+                        cluster.latency_seconds,
+                        waited,
+                        moved,
+                        moved,
+                        density,
+                        gradient_norm=1.0,
+                    )
                 )
             while reports and reports[0].step < step - cluster.staleness:
                 control.observe(reports.popleft())

@@ -60,6 +60,7 @@ class StepCosts:
     wait_seconds: float = 0.0
     compress_seconds: float = 0.0
     exchange_seconds: float = 0.0
+    latency_seconds: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
     num_chosen: int = 0

@@ -49,13 +49,14 @@ class Meter:
     def add(self, work: GradientStep, outcome: str) -> None:
         """Adds a step that has ended; ``outcome`` is ``steps``, ``skipped_steps`` or ``failed_steps``."""
         costs = asdict(work.costs)
-        num_chosen = costs.pop("num_chosen")
+        num_chosen, latency_seconds = costs.pop("num_chosen"), costs.pop("latency_seconds")
         self.latest = StepReport(
             step=work.step,
             rank=self.rank,
             num_samples=work.num_samples,
             density=num_chosen / max(1, self._num_elements),
             gradient_norm=work.norm,
+            latency_seconds=latency_seconds,
             **costs,
         )
         amounts = {outcome: 1, "chosen": num_chosen, "elements": self._num_elements, **costs}

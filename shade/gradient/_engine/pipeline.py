@@ -258,7 +258,10 @@ class _Stages:
         if work.state is StepState.ABANDONED:
             return
         work.unvoted = None if work.damage or work.trouble else everything
+        before = self._topology.link.seconds
         work.norm = self._all_reduce.vote(work, norm)
+        # Each round has counts and payloads.
+        work.costs.latency_seconds = (2 * len(self._rounds) + 1) * (self._topology.link.seconds - before)
         work.merged, work.unvoted = everything, None
 
     def _restore_residuals(self, work: GradientStep, error: Exception) -> None:

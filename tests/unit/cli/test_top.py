@@ -41,7 +41,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TelemetryServer]:
     with TelemetryServer() as made:
         for step in range(10):
             for rank in range(2):
-                made.hear(StepReport(step, rank, 32, 0.3, 0.01, 0.2, 0.1, 1_500_000, 3_000_000, 0.0125, 2.0))
+                made.hear(StepReport(step, rank, 32, 0.3, 0.01, 0.2, 0.05, 0.1, 1_500_000, 3_000_000, 0.0125, 2.0))
         made.hear(Decision(0.02, (), 12, "density 1.250% → 2.000%\x1b[31m: the link"))
         yield made
 
@@ -216,7 +216,7 @@ def test_on_a_terminal_it_is_drawn_again_until_q(
 ) -> None:
     shown = terminal(server.url, str(run))
     shown.read_until(lambda seen: seen.count("all ranks: 160.0 samples/s") >= 2)
-    server.hear(StepReport(77_777, 0, 32, 0.3, 0.01, 0.2, 0.1, 1, 1, 0.01, 2.0))
+    server.hear(StepReport(77_777, 0, 32, 0.3, 0.01, 0.2, 0.05, 0.1, 1, 1, 0.01, 2.0))
     shown.read_until(lambda seen: "77777" in seen)
     os.write(shown.ours, b"xq")
     assert shown.end() == 0

@@ -14,16 +14,18 @@ from shade.errors import ConfigError
 from shade.types import Decision, StepReport
 
 BULK = 80e6  # bytes of an exchange with density 1
-HIDDEN = (0.1 / 0.9) ** 0.25  # of the compute, what the exchange beside it is to take: 0.58, with the usual curve
+HIDDEN = (0.1 / 0.9) ** (1 / 6)  # of the compute, what the exchange beside it is to take: 0.69, with the usual curve
 RIGHT = HIDDEN * 0.2 * 10e6 / BULK  # where it stays, on the link and with the compute below
 
 
 def report(
-    step: int, rank: int = 0, *, density: float = 0.01, bandwidth: float = 10e6, compute: float = 0.2, samples: int = 32
-) -> StepReport:
+    step: int, rank: int = 0, *, density: float = 0.01, bandwidth: float = 10e6, compute: float = 0.2,
+    samples: int = 32, latency: float = 0.0,
+) -> StepReport:  # fmt: skip
     num_bytes = int(density * BULK)
+    seconds = latency + num_bytes / bandwidth
     return StepReport(
-        step, rank, samples, compute, 0.01, num_bytes / bandwidth, 0.0, num_bytes, num_bytes, density, gradient_norm=1.0
+        step, rank, samples, compute, 0.01, seconds, latency, 0.0, num_bytes, num_bytes, density, gradient_norm=1.0
     )
 
 
@@ -61,9 +63,9 @@ class TestDensity:
     @pytest.mark.parametrize("exponent", [0.02, 0.1, 0.5, 0.9])
     def test_with_staleness_1_the_curve_hardly_matters(self, exponent: float) -> None:
         (decision,) = feed(Controller(2, density=0.001, curve=power(exponent)), range(10))
-        # The greatest d^a / (compute^4 + (k d)^4)^(1/4) is where (k d)^4 = a / (1 - a) compute^4.
+        # The greatest d^a / (compute^6 + (k d)^6)^(1/6) is where (k d)^6 = a / (1 - a) compute^6.
         filled = decision.density * BULK / 10e6 / 0.2
-        assert filled == pytest.approx((exponent / (1 - exponent)) ** 0.25, rel=0.05)
+        assert filled == pytest.approx((exponent / (1 - exponent)) ** (1 / 6), rel=0.05)
         assert 0.35 < filled < 1.8
 
     @pytest.mark.parametrize("pause", [0.0, 60.0])
@@ -84,6 +86,14 @@ class TestDensity:
         assert decision.density == limit
         assert told in decision.reason
 
+    @pytest.mark.parametrize("staleness", [0, 1])
+    def test_a_fast_link_with_a_delay_is_not_taken_for_a_slow_one(self, staleness: int) -> None:
+        # A small model on loopback: an exchange takes as long as two computes, whatever it carries.
+        controller = Controller(2, density=0.01, staleness=staleness)
+        feed(controller, range(60), bandwidth=20e9, compute=0.004, latency=0.008)
+        assert controller.bandwidth == pytest.approx(20e9, rel=0.05)
+        assert controller.density == CEILING
+
     def test_a_profiles_floor_is_kept(self) -> None:
         (decision,) = feed(Controller(2, density=0.05, floor=0.02), range(10), bandwidth=1e3)
         assert decision.density == 0.02
@@ -92,7 +102,7 @@ class TestDensity:
     def test_the_reason_has_units_and_the_figures_are_right(self) -> None:
         (decision,) = feed(Controller(2, density=0.01), range(10), bandwidth=10e6, compute=0.2)
         assert decision.reason == (
-            "density 1.000% → 1.433%: the slowest hop carries 10 MB/s, a step computes 0.2 s and would exchange 0.115 s"
+            "density 1.000% → 1.710%: the slowest hop carries 10 MB/s, a step computes 0.2 s and would exchange 0.137 s"
         )
 
     def test_a_change_of_less_than_a_tenth_is_none(self) -> None:

@@ -37,7 +37,7 @@ DECISION = Decision(0.02, (30, 10), 12, "density 1.000% → 2.000%: …")
 
 
 def report(step: int, rank: int = 0, **changed: Any) -> StepReport:
-    return replace(StepReport(step, rank, 32, 0.3, 0.01, 0.2, 0.1, 1000, 2000, 0.01, 3.5), **changed)
+    return replace(StepReport(step, rank, 32, 0.3, 0.01, 0.2, 0.05, 0.1, 1000, 2000, 0.01, 3.5), **changed)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shade.control.controller import Slope, Smoothed
+from shade.control.smoothing import Slope, Smoothed
 
 
 def fed(*values: float) -> Smoothed:

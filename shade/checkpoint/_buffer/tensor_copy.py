@@ -219,7 +219,8 @@ class Copying:
             if stop < entry.stop - entry.start:
                 self._pauses.setdefault(name, []).append(stop)
         elif tensor.is_cuda:
-            with torch.cuda.stream(self._streams[tensor.device]):
+            # `stream` alone ends on the thread's device before, GPU 0, and makes a context there.
+            with torch.cuda.device(tensor.device), torch.cuda.stream(self._streams[tensor.device]):
                 if tensor.is_contiguous():
                     here = self._buffer[entry.start + start : entry.start + stop]
                     here.copy_(bytes_of(tensor)[start:stop], non_blocking=True)

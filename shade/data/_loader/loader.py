@@ -277,7 +277,7 @@ class ShadeLoader(DataLoader[Any], ClosedByWith):
         num_workers: Threads that decode (processes, if the transforms are not recognised); 0: the training thread does
             it all. None: as many as this process may use processors.
         collate_fn: Samples → batch.
-        pin_memory: Batches in page-locked memory, where there is a GPU.
+        pin_memory: Batches in page-locked memory, where there is a GPU; always with that as ``device``.
         drop_last: As DataLoader's.
         timeout: Seconds to wait for a batch; 0: without limit.
         worker_init_fn: As DataLoader's; with one, workers are processes.
@@ -349,6 +349,9 @@ class ShadeLoader(DataLoader[Any], ClosedByWith):
             )
         if num_workers is None:
             num_workers = len(os.sched_getaffinity(0))
+        self.device = None if device is None else torch.device(device)
+        # The training thread would wait for a copy from pageable memory.
+        pin_memory = pin_memory or (self.device is not None and self.device.type == "cuda")
         super().__init__(
             dataset,
             batch_size,
@@ -367,7 +370,6 @@ class ShadeLoader(DataLoader[Any], ClosedByWith):
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
         )
-        self.device = None if device is None else torch.device(device)
         self._reader: BatchReader | None = reader_of(dataset) if isinstance(dataset, ShadeDataset) else None
         self._decodes_on_device = decode_on == "device"
         self._free_readers: list[list[BatchReader]] = []

@@ -33,6 +33,7 @@ from shade.data._sampler.settings import check_ranks, check_settings, settings_o
 from shade.data._sampler.shuffle_window import ShuffleWindow
 from shade.data._sampler.usage import ForgottenCallWarning as ForgottenCallWarning
 from shade.data._sampler.usage import UsageWarnings, check_wrapping
+from shade.data._source.host_copy import host_copy
 from shade.errors import ConfigError
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.rank_group import RankGroup, SingleProcessGroup, check_alike, current_group, ranks_of
@@ -226,6 +227,7 @@ class ShadeSampler(DistributedSampler[int], ClosedByWith):
             # The merger refuses it.
             return self._merger.report(indices, losses)
         self._usage.check_numbering()
+        indices = host_copy(indices)
         located = self.place.locate(indices)
         self._merger.report(indices, losses)
         self.place.reported(located)

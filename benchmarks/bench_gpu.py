@@ -26,19 +26,17 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import os
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-if __name__ == "__main__":  # else a process of ranks, or a test
-    os.environ.setdefault("TQDM_DISABLE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))  # a clone needs no installation
 
-from gpu.choosing import choosing  # noqa: E402 - once the clone is on the path
+import torch  # noqa: E402 - once the clone is on the path
+from gpu.choosing import choosing  # noqa: E402
 from gpu.loading import loading  # noqa: E402
 from gpu.machine import STAND_IN, Machine  # noqa: E402
 from gpu.paths import PATHS  # noqa: E402
@@ -83,7 +81,6 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or (ROOT / "benchmarks" / "results" if machine.is_gpu and not args.part else None)
     print(f"gpu_check: {machine.about()}\n", flush=True)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)  # as asked for
-    faulthandler.dump_traceback_later(LONGEST_SECONDS, exit=True)
     rows: list[Row] = []
     paths: list[str] = []
     failed: list[str] = []
@@ -108,7 +105,6 @@ def main(argv: list[str] | None = None) -> int:
         if out is not None:  # after each part: what comes next may not come back
             out.mkdir(parents=True, exist_ok=True)
             (out / "gpu.md").write_text(page(machine, rows, paths, failed, time.monotonic() - begun), encoding="utf-8")
-    faulthandler.cancel_dump_traceback_later()
     print(f"\ngpu_check: {', '.join(failed)} failed" if failed else "\ngpu_check: nothing failed", flush=True)
     if out is not None:
         print(f"gpu_check: written to {out / 'gpu.md'}")
@@ -116,4 +112,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(LONGEST_SECONDS, exit=True)
+    if not Machine.here().is_gpu:
+        torch.set_num_threads(1)  # others' processes would hold up every operation of several
     sys.exit(main())

@@ -68,7 +68,8 @@ def amp(name: str) -> Path_:
 
     def path(machine: Machine) -> str:
         torch.manual_seed(0)
-        network, device, size = networks.build(name, 10, 32).to(machine.device), machine.device, batch_size(machine)
+        device, size = machine.device, batch_size(machine)
+        network = networks.build(machine.sized(name, "cnn"), 10, 32).to(device)
         images, labels = torch.rand(size, 3, 32, 32, device=device), torch.randint(0, 10, (size,), device=device)
         optimizer = torch.optim.Adam(network.parameters(), 1e-3)
         scaler = torch.amp.GradScaler(device.type)

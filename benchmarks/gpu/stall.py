@@ -100,6 +100,9 @@ class OfDcp:
                 use_non_blocking_copy=machine.is_gpu,
             )
         )
+        # PyTorch 2.11 gives the copies' memory back after each save, and can save no second time; newer ones keep it.
+        self._copies = self.stager._state_dict_stager
+        self._free, self._copies.close = self._copies.close, lambda: None
 
     def save(self) -> None:
         """Begins a save."""
@@ -110,6 +113,11 @@ class OfDcp:
         staged = getattr(self._saved, "staging_completion", None)
         if staged is not None:
             staged.result()
+
+    def close(self) -> None:
+        """Ends the stager."""
+        self.stager.close()
+        self._free()
 
     def settle(self) -> None:
         """Waits until it is written, and removes it: DCP writes no second one into a folder without a warning."""
@@ -163,7 +171,7 @@ def stall(machine: Machine) -> list[Row]:
         for each in ours.values():
             stack.enter_context(each.checkpointer)
         for other in theirs.values():
-            stack.callback(other.stager.close)
+            stack.callback(other.close)
         ways: dict[str, Way] = {"nothing": Nothing(), "plain copy": PlainCopy(state, machine), **ours, **theirs}
         found = interleaved(
             {name: lambda name=name, way=way: held(name, way) for name, way in ways.items()},

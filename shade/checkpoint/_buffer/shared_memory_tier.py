@@ -99,16 +99,13 @@ class _SnapshotBuffer:
         cannot become."""
         make_huge(self.tensor)
         used = [each for each in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(each)]
-
-        def register() -> bool:
-            # A new thread is on GPU 0, and would make a context there.
-            with torch.cuda.device(used[0]):
-                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                return int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.num_bytes, 0)) == 0
-
-        # In a thread of its own: after a failure, the next kernel of the same thread would raise it.
-        with ThreadPoolExecutor(1, thread_name_prefix="shade-pin") as apart:
-            return bool(used) and apart.submit(register).result()
+        if not used:
+            return False
+        register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
+        # In a thread of its own: the next kernel of the same thread would raise its failure. On a GPU that is used: a
+        # thread begins on GPU 0, and would make a context there.
+        with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(used[0],)) as apart:
+            return int(apart.submit(register, self.tensor.data_ptr(), self.num_bytes, 0).result()) == 0
 
     def close(self) -> None:
         """Frees the buffer; views that still exist keep the mapping."""

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from shade.data._dataset.batch_reader import BatchReader
 from shade.data._loader.pipeline import BatchParts
-from shade.data._source.host_copy import keep_host_copy
+from shade.data._source.host_copy import moved
 from shade.data._transforms.device import render_on_device
 
 PART_SAMPLES = 8
@@ -178,23 +178,16 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     for batch in batches:
         # The copy runs while training is at the batch before. Price: one batch more in the device's memory.
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            moved, copied = _moved(batch, device), stream.record_event()
+            there, copied = _moved(batch, device), stream.record_event()
         if previous is not None:
             yield _ready(*previous, device)
-        previous = (moved, copied)
+        previous = (there, copied)
     if previous is not None:
         yield _ready(*previous, device)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        moved = leaf.to(device, non_blocking=True)
-        keep_host_copy(moved, leaf)
-        return moved
-
-    return tree_map(move, batch)
+    return tree_map(lambda leaf: moved(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def _ready(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:

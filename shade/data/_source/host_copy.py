@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 
 
-def keep_host_copy(on_device: torch.Tensor, on_host: torch.Tensor) -> None:
-    """Keeps the copy, if the tensors can be a batch's indices."""
-    if on_host.dtype == torch.int64 and on_host.ndim == 1 and not on_device.is_cpu and not on_device.is_inference():
-        on_device._shade_host_copy = on_host, on_device._version  # type: ignore[attr-defined]
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns the tensor on a device, which is not waited for; with the copy, if it can be a batch's indices."""
+    found = tensor.to(device, non_blocking=True)
+    if tensor.dtype == torch.int64 and tensor.ndim == 1 and found is not tensor and not found.is_inference():
+        found._shade_host_copy = tensor, found._version  # type: ignore[attr-defined]
+    return found
 
 
 def host_copy(indices: torch.Tensor) -> torch.Tensor:

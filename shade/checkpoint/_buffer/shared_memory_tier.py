@@ -95,9 +95,8 @@ class _SnapshotBuffer:
                 return
 
     def _register(self) -> bool:
-        """Pins the pages, so that a device can copy into them by itself; first makes them huge, which pinned pages
-        cannot become."""
-        make_huge(self.tensor)
+        """Pins the pages, so that a device can copy into them by itself."""
+        make_huge(self.tensor)  # pinned pages cannot become so
         used = [each for each in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(each)]
         if not used:
             return False

@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     paths: list[str] = []
     failed: list[str] = []
     for name in names:
+        machine.clear()
         started, verdict = time.monotonic(), "ok"
         try:
             if name in FIGURES:

@@ -7,6 +7,7 @@ of a GPU; that they run says that the rows have not rotted.
 from __future__ import annotations
 
 import contextlib
+import gc
 import platform
 import subprocess
 import time
@@ -69,6 +70,12 @@ class Machine:
         action()
         self.wait()
         return time.perf_counter() - begun
+
+    def clear(self) -> None:
+        """Gives back what earlier parts have left in the device's memory; processes of ranks need it."""
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def refusing_syncs(self) -> Iterator[None]:

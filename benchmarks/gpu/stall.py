@@ -146,7 +146,7 @@ def stall(machine: Machine) -> list[Row]:
 
     passes()
     step()
-    state = [*network.parameters()]
+    state = [each.detach() for each in network.parameters()]
     state += [each for of in optimizer.state.values() for each in of.values() if each.numel() > 1]
     whole: dict[str, list[float]] = {}
 

@@ -41,7 +41,7 @@ from shade.data._mixture.packed import PackedDataset
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.usage import check_wrapping
 from shade.data._transforms.randomness import plain_states, set_plain_states
-from shade.errors import ConfigError
+from shade.errors import ConfigError, refused_as
 from shade.types import ClosedByWith
 
 
@@ -220,6 +220,12 @@ class EpochProgress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the loader's state. Raises ConfigError if it belongs to another kind of sampler."""
+        self._take(state)
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state["sampler"])
+
+    @refused_as(ConfigError, "what ShadeLoader.state_dict() returned", "pass that")
+    def _take(self, state: dict[str, Any]) -> None:
         if (state["sampler"] is None) != (self._sampler is None):
             raise ConfigError.of(
                 "the state of a loader with the same kind of sampler",
@@ -233,8 +239,6 @@ class EpochProgress:
         if self._sampler is None and state["generator"]:
             self._of_order.set_state(*state["generator"])
         self.current, self.begun.resume = LoaderPass(seed=state["seed"], is_live=False), None
-        if self._sampler is not None:
-            self._sampler.load_state_dict(state["sampler"])
 
 
 def sampler_inside(batches: Any) -> Any:
@@ -503,13 +507,14 @@ class ShadeLoader(DataLoader[Any], ClosedByWith):
         Raises:
             ConfigError: It belongs to other settings, or to a loader whose random numbers cannot be drawn again.
         """
-        saved, mine = state["num_workers"], self.num_workers
+        with refused_as(ConfigError, "what ShadeLoader.state_dict() returned", "pass that"):
+            saved, mine, of_sampler = state["num_workers"], self.num_workers, state["sampler"]
         # Without workers, random numbers come from the process's generators, with workers from the seed of the pass.
         reader = self._reader
         draws_others = reader is not None and (
             (reader.may_draw and bool(saved) != bool(mine)) or reader.has_random_items
         )
-        if saved != mine and state["sampler"] is None and draws_others:
+        if saved != mine and of_sampler is None and draws_others:
             raise ConfigError.of(
                 f"num_workers={saved}, as in the saved run, because samples may draw random numbers, then others",
                 mine,

@@ -88,10 +88,14 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def commit() -> str:
-    """The one that is checked out."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    told = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "unknown"
+    """The one that is checked out; in a copy without git, the one that scripts/wheelhouse has noted."""
+    words, root = ["git", "rev-parse", "--short", "HEAD"], Path(__file__).parent.parent
+    with contextlib.suppress(OSError):  # no git
+        told = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+        if told and (root / ".git").exists():  # not of a repository that the copy lies in
+            return told
+    noted = root / "wheelhouse" / "commit"
+    return noted.read_text().strip() if noted.exists() else "unknown"
 
 
 def processors() -> str:

@@ -14,7 +14,8 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from shade.errors import ConfigError
 from shade.process import replacing
@@ -187,11 +188,12 @@ class RunConfig:
     def load(cls, path: str | Path) -> RunConfig:
         """Reads ``run.json``; raises `ConfigError` if there is none, or another program wrote it."""
         try:
-            fields: dict[str, Any] = json.loads(Path(path).read_text())
-            for name in ("train_paths", "val_paths"):
-                fields[name] = tuple(fields[name])
-            return cls(**fields)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            fields = json.loads(Path(path).read_bytes())
+            unknown = set(fields) - {field.name for field in dataclasses.fields(cls)}
+            if unknown:
+                raise ValueError(f"it has {', '.join(sorted(unknown))}")
+            return msgspec.convert(fields, cls)
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise ConfigError.of(
                 "a run.json written by the launcher", f"{path}: {error}", "start through runshade.py"
             ) from error

@@ -21,6 +21,8 @@ a worker process to the training loop unchanged. `shown_url` says what a message
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 from urllib.parse import unquote
 
@@ -90,6 +92,17 @@ class ShadeError(Exception):
             The exception, ready to raise.
         """
         return cls(f"expected {expected}, got {got!r}; {cure}")
+
+
+@contextmanager
+def refused_as(kind: type[ShadeError], expected: str, cure: str) -> Iterator[None]:
+    """Raises an error of ``kind`` in place of what reading other values than the written ones raises."""
+    try:
+        yield
+    except ShadeError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise kind.of(expected, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", cure) from error
 
 
 class ConfigError(ShadeError, ValueError):

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
+import math
 import re
-import zipfile
+import tokenize
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +35,8 @@ LOSSES = "losses"
 """Name of the folder of losses in the run directory."""
 _SAMPLES = "samples.json.gz"
 _LARGEST = 65504.0
+MOST_EMPTY = 1 << 20
+"""Items without a byte, of which there may be any number in nothing."""
 _CURE = "name the folder of a run whose script reports its losses (sampler.report)"
 
 
@@ -112,13 +117,27 @@ def _file(epoch: int) -> str:
 
 def _read(path: Path) -> npt.NDArray[np.float16]:
     try:
-        with path.open("rb") as file:
-            found = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        found = array_of(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise DataError.of("the losses of an epoch", str(path), f"it does not read ({error}); remove it") from error
-    if not isinstance(found, np.ndarray) or found.dtype != np.float16 or found.ndim != 1:
+    if found.dtype != np.float16 or found.ndim != 1:
         raise DataError.of("the losses of an epoch", str(path), "it holds something else; remove it")
     return found
+
+
+def array_of(content: bytes) -> npt.NDArray[Any]:
+    """Returns what ``np.load`` does of an ``.npy`` file, or raises ValueError; allocates at most what is there."""
+    file = io.BytesIO(content)
+    # NumPy itself allocates what the header states, and raises what Python's parser does.
+    try:
+        is_first = np.lib.format.read_magic(file) == (1, 0)
+        read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(file)
+        if not dtype.itemsize and math.prod(shape) > MOST_EMPTY:
+            raise ValueError(f"{math.prod(shape)} items of type {dtype.str}")
+        return np.ndarray(shape, dtype, content, file.tell(), order="F" if is_fortran else "C").copy("K")
+    except (ArithmeticError, LookupError, RecursionError, SyntaxError, TypeError, tokenize.TokenError) as error:
+        raise ValueError(f"it is no array that was saved: {error}") from error
 
 
 def _write_samples(path: Path, samples: Samples) -> None:
@@ -128,7 +147,7 @@ def _write_samples(path: Path, samples: Samples) -> None:
 
 def _read_samples(path: Path) -> Samples:
     """Returns the samples; empty if the file is missing or damaged, so that samples go by their index."""
-    with contextlib.suppress(OSError, ValueError, EOFError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, EOFError, KeyError, TypeError, RecursionError, zlib.error):
         with gzip.open(path, "rt", encoding="utf-8") as file:
             found = json.load(file)
         names, targets = (_sequence(found[name]) for name in ("names", "targets"))

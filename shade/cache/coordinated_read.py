@@ -17,7 +17,7 @@ import numpy as np
 
 from shade.cache.cache import SampleCache
 from shade.cache.job_registry import JobRecord, JobRegistry, SharedCacheView
-from shade.cache.sharing import Sharing
+from shade.cache.sharing import Sharing, unpacked_order
 from shade.errors import StoreError
 from shade.types import Floats, Order
 
@@ -59,7 +59,7 @@ class CoordinatedRead:
             except StoreError:
                 return None
             if content is not None:
-                return _unpacked(content)
+                return _unpacked(content, len(self._cache.size_bytes_N))
             time.sleep(_POLL_SECONDS)
 
     def publish(self, epoch: int, order_K: Order, weight_N: Floats | None) -> None:
@@ -95,8 +95,11 @@ def _packed(order_K: Order, weight_N: Floats | None) -> bytes:
     return head if weight_N is None else head + weight_N.astype("<f4").tobytes()
 
 
-def _unpacked(content: bytes) -> tuple[Order, Floats | None]:
-    (length,) = np.frombuffer(content[:4], dtype="<u4")
-    order_K = np.frombuffer(content, dtype="<u4", count=int(length), offset=4).astype(np.int32)
-    rest = content[4 + 4 * int(length) :]
-    return order_K, np.frombuffer(rest, dtype="<f4").astype(np.float32) if rest else None
+def _unpacked(content: bytes, num_samples: int) -> tuple[Order, Floats | None] | None:
+    """Returns what was packed for a data set of so many samples, or None for other bytes."""
+    stop = 4 + 4 * int.from_bytes(content[:4], "little")
+    rest = content[stop:]
+    order_K = unpacked_order(content[4:stop], num_samples) if stop <= len(content) else None
+    if order_K is None or len(rest) not in (0, 4 * num_samples):
+        return None
+    return order_K.astype(np.int32), np.frombuffer(rest, dtype="<f4").astype(np.float32) if rest else None

@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
+import msgspec
+
 from shade.cache.residency_map import ResidencyMap
 from shade.errors import ConfigError, StoreUnavailableError
 from shade.process import start_of, this_machine
@@ -71,10 +73,11 @@ class JobRecord:
     def parse(cls, content: bytes) -> JobRecord | None:
         """Reads a record; returns None for anything else."""
         try:
-            fields = json.loads(content)
-            return cls(**{**fields, "order_epochs": tuple(fields["order_epochs"])})
-        except (ValueError, TypeError, KeyError):
+            found = msgspec.json.decode(content, type=cls)
+        except (ValueError, RecursionError):
             return None
+        counts = (found.process_id, found.home, found.claim_bytes, found.quota_bytes, found.epoch, found.num_fetched)
+        return found if 0 <= min(counts) <= max(counts) < 2**63 and found.home < MAX_JOBS else None
 
     @property
     def has_ended(self) -> bool:

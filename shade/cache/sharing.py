@@ -30,7 +30,7 @@ from shade.cache.job_registry import BEAT_SECONDS, JobRecord, JobRegistry, Share
 from shade.errors import ConfigError, StoreError
 from shade.policy.base import EpochPlan
 from shade.policy.streams import NEVER, Seconds, Stream, latest_used, seconds_to_next_use
-from shade.types import Bools, Clock, Indices
+from shade.types import Bools, Bytes, Clock, Indices
 
 logger = logging.getLogger("shade.cache")
 
@@ -233,8 +233,7 @@ class Sharing:
         contents = (
             self._cache.store.get_many([self._registry.order_key(slot, epoch) for epoch in epochs]) if epochs else []
         )
-        found = [None if content is None else _unpacked(content) for content in contents]
-        return [each if each is None or not len(each) or each.max() < self._num_samples else None for each in found]
+        return [None if content is None else unpacked_order(content, self._num_samples) for content in contents]
 
     def _pace(self, owner: str, epoch: int, done: int) -> float | None:
         """Returns samples a second, smoothed over some seconds; None until it has moved. An epoch's end does not change
@@ -375,5 +374,9 @@ def _packed(order_K: Indices) -> bytes:
     return order_K.astype("<u4").tobytes()
 
 
-def _unpacked(content: bytes) -> Indices:
-    return np.frombuffer(content, dtype="<u4").astype(np.int64)
+def unpacked_order(content: Bytes, num_samples: int) -> Indices | None:
+    """Returns an order of so many samples at most, or None for bytes that are none."""
+    if len(content) % 4:
+        return None
+    order_K = np.frombuffer(content, dtype="<u4").astype(np.int64)
+    return order_K if order_K.max(initial=0) < max(1, num_samples) else None

@@ -202,7 +202,7 @@ def _note_at(path: Path, run: str) -> dict[str, Any]:
             note = json.loads(file.read(2**16))
         wanted = {"run": str, "step": int, "tag": str, "rank": int, "file": str, "id": str}
         is_ours = note[NOTE] == _VERSION and all(type(note[key]) is kind for key, kind in wanted.items())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError.of(f"a note of ours at {path}", repr(error), cure) from error
     if not is_ours or note["run"] != run:
         raise CheckpointError.of(f"a note of run {run!r} at {path}", note, "name the run that saved it")

@@ -99,7 +99,7 @@ def of_run(folder: Path) -> list[str]:
     lines: list[str] = []
     live: Any = None
     url: Any = None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         now = json.loads((folder / "progress.json").read_bytes())
         if isinstance(now, dict) and isinstance(now.get("note"), str):
             lines.append(printable(now["note"]))

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -333,10 +334,10 @@ def read_journal(journal: str | os.PathLike[str], study: Study) -> list[Evaluati
     done: list[Evaluation] = []
     try:
         for row in rows[1:]:
-            evaluation = Evaluation(**row["evaluation"])
+            evaluation = msgspec.convert(row["evaluation"], Evaluation)
             if evaluation.number == len(done):
                 done.append(evaluation)
-    except (KeyError, TypeError) as error:
+    except (KeyError, ValueError) as error:
         raise ConfigError.of("a journal of evaluations", f"{os.fspath(journal)}: {error}", "remove it") from None
     return done
 
@@ -347,7 +348,7 @@ def _lines(journal: str | os.PathLike[str]) -> list[dict[str, Any]]:
         for line in Path(journal).read_bytes().splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 rows.append(row)

@@ -35,6 +35,8 @@ _LAST = (
     "num_cpus",
 )  # fmt: skip
 """Fields of which the last one stands for the run."""
+_LARGEST = 2.0**63
+"""Of no figure; what is computed from figures is finite."""
 
 
 @dataclass
@@ -150,7 +152,7 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
     for line in lines:
         row = _parse(line)
         saves += [row] if row is not None and isinstance(row.get("checkpoint"), dict) else []
-        if row is not None and row.get("kind", "epoch") == "epoch" and isinstance(row.get("epoch"), int):
+        if row is not None and row.get("kind", "epoch") == "epoch" and isinstance(_number(row.get("epoch")), int):
             rows.append(row)
         elif row is None and line.strip():
             num_torn += 1
@@ -158,7 +160,7 @@ def load_run(directory: str | os.PathLike[str]) -> Run:
         raise DataError.of("at least one finished epoch", f"{path.name} with none", "let the run finish an epoch")
     try:
         plan = json.loads((directory / "run.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         plan = {}
     plan = plan if isinstance(plan, dict) else {}
     by_epoch: dict[int, list[dict[str, Any]]] = {}
@@ -185,7 +187,7 @@ def _snapshots(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Returns the counts of rank 0, the wait of the slowest rank, the newest steps."""
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        by_rank.setdefault(int(row.get("rank") or 0), []).append(row["checkpoint"])
+        by_rank.setdefault(_rank(row), []).append(row["checkpoint"])
     first = by_rank.get(0, [])
     known = {
         "saves": _sum(first, "saves"),
@@ -203,7 +205,7 @@ def _gradient(rows: list[dict[str, Any]]) -> dict[str, float]:
     for row in rows:
         sums = row.get("gradient")
         if isinstance(sums, dict) and sums.get("gradient_steps"):
-            by_rank.setdefault(int(row.get("rank") or 0), []).append(sums)
+            by_rank.setdefault(_rank(row), []).append(sums)
     names = ("gradient_steps", "gradient_chosen", "gradient_elements", "gradient_bytes_sent", "gradient_wait_seconds")
     known = {name: _largest(_sum(each, name) for each in by_rank.values()) for name in names}
     return {name: value for name, value in known.items() if value is not None}
@@ -212,7 +214,7 @@ def _gradient(rows: list[dict[str, Any]]) -> dict[str, float]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
@@ -220,7 +222,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _summarize(epoch: int, rows: list[dict[str, Any]]) -> EpochSummary:
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        by_rank.setdefault(int(row.get("rank") or 0), []).append(row)
+        by_rank.setdefault(_rank(row), []).append(row)
     parts = list(by_rank.values())
     counts = {name: int(total) for name in COUNTERS if (total := _sum(rows, name)) is not None}
     stalls = _inner(rows, "stall_seconds")
@@ -253,7 +255,12 @@ def _inner(rows: Iterable[Mapping[str, Any]], name: str) -> list[dict[str, Any]]
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and abs(value) < _LARGEST else None
+
+
+def _rank(row: Mapping[str, Any]) -> int:
+    return int(_number(row.get("rank")) or 0)
 
 
 def _sum(rows: Iterable[Mapping[str, Any]], name: str) -> float | None:

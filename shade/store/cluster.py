@@ -59,15 +59,13 @@ class SlotMap:
             raise ValueError(f"{reply!r}")
         for row in reply:
             match row:
-                case [int(first), int(last), primary, *others]:
+                case [int(first), int(last), primary, *others] if 0 <= first <= last < NUM_SLOTS:
                     owner = _address(primary, asked)
                     owners[first : last + 1] = [owner] * (last + 1 - first)
                     primaries[owner] = None
                     replicas.update(dict.fromkeys(_address(other, asked) for other in others))
                 case _:
                     raise ValueError(f"{row!r}")
-        if len(owners) != NUM_SLOTS:
-            raise ValueError("slots beyond the last")
         return cls(tuple(owners), tuple(primaries), tuple(replicas))
 
 

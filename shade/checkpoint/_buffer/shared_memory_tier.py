@@ -22,6 +22,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -78,7 +79,7 @@ class _SnapshotBuffer:
             self.tensor = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
         # A copy then meets no page fault, which is nine times faster than into fresh pages.
         make_resident(self.tensor)
-        self._pinned = torch.cuda.is_available() and self._register()
+        self._pinned = torch.cuda.is_initialized() and self._register()  # type: ignore[no-untyped-call]
         self._closed = threading.Event()
         self._growing = threading.Thread(target=self._make_huge, name="shade-huge-pages", daemon=True)
         if not self._pinned:  # else they are huge already, where that can be
@@ -94,11 +95,16 @@ class _SnapshotBuffer:
                 return
 
     def _register(self) -> bool:
-        """Pins the pages, so that a device can copy into them by itself; first makes them huge, which pinned pages
-        cannot become."""
-        make_huge(self.tensor)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.num_bytes, 0)) == 0
+        """Pins the pages, so that a device can copy into them by itself."""
+        make_huge(self.tensor)  # pinned pages cannot become so
+        used = [each for each in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(each)]
+        if not used:
+            return False
+        register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
+        # In a thread of its own: the next kernel of the same thread would raise its failure. On a GPU that is used: a
+        # thread begins on GPU 0, and would make a context there.
+        with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(used[0],)) as apart:
+            return int(apart.submit(register, self.tensor.data_ptr(), self.num_bytes, 0).result()) == 0
 
     def close(self) -> None:
         """Frees the buffer; views that still exist keep the mapping."""

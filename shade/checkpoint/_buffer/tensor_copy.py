@@ -219,7 +219,8 @@ class Copying:
             if stop < entry.stop - entry.start:
                 self._pauses.setdefault(name, []).append(stop)
         elif tensor.is_cuda:
-            with torch.cuda.stream(self._streams[tensor.device]):
+            # `stream` alone ends on the thread's device before, GPU 0, and makes a context there.
+            with torch.cuda.device(tensor.device), torch.cuda.stream(self._streams[tensor.device]):
                 if tensor.is_contiguous():
                     here = self._buffer[entry.start + start : entry.start + stop]
                     here.copy_(bytes_of(tensor)[start:stop], non_blocking=True)
@@ -294,8 +295,9 @@ class Copying:
         for name in left:
             if name in self._to_copy:
                 self.copy(name)
-        for stream in self._streams.values():
-            stream.synchronize()
+        # Not the others: they wait for all that the training has queued.
+        for device in {self._source[name].device for name in names} & self._streams.keys():
+            self._streams[device].synchronize()
         # An operation that began before the copy and ends after it: the copy overtook it, so both are new up to there
         # and old from there on, and nothing is counted yet. Half a millisecond later it has written further, or has
         # ended.

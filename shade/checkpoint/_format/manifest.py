@@ -12,6 +12,7 @@ have collided.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -383,8 +384,9 @@ def _parse(content: Bytes, kind: type, *others: str) -> dict[str, Any]:
         is_newer = name == FORMAT and type(version) is int and version > VERSION
         # Only what is as it was written: a damaged record is no reason to stop.
         body = {"format": name, **{key: value for key, value in fields.items() if key != "digest"}}
-        if is_newer and fields.get("digest") == digest_of(canonical(body)):
-            raise NewerSnapshotError(said)
+        with contextlib.suppress(ValueError, RecursionError):  # what cannot be written was not
+            if is_newer and fields.get("digest") == digest_of(canonical(body)):
+                raise NewerSnapshotError(said)
         raise CorruptCheckpointError(said)
     expected = {each.name for each in dataclass_fields(kind)} | set(others)
     expected -= _VERSION_2_FIELDS[kind] if version == 1 else set()

@@ -14,6 +14,7 @@ import enum
 import io
 import json
 import pickle
+import pickletools
 import struct
 import time
 import warnings
@@ -292,6 +293,10 @@ class _Planner(DefaultLoadPlanner):
 class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         content = Path(self.path, ".metadata").read_bytes()
+        # The unpickler makes room for any index of its memo and any length that is stated.
+        for code, number, _ in pickletools.genops(content):
+            if code.name in ("PUT", "LONG_BINPUT") and int(number or 0) > len(content):
+                raise pickle.UnpicklingError(f"expected DCP's metadata, got object {number} in {len(content)} bytes")
         found = _Unpickler(io.BytesIO(content)).load()
         if not isinstance(found, metadata.Metadata):
             raise pickle.UnpicklingError(f"expected DCP's metadata, got {type(found).__name__}")
@@ -323,7 +328,7 @@ def _member(kind: Any, name: Any) -> Any:
 
 _BAD_FILE: Final = (
     *(pickle.UnpicklingError, struct.error, EOFError, OSError, ArithmeticError, AssertionError, AttributeError),
-    *(LookupError, RuntimeError, TypeError, ValueError),
+    *(LookupError, MemoryError, RuntimeError, TypeError, ValueError),
 )
 """Exceptions that torch and DCP raise on files that are not theirs."""
 

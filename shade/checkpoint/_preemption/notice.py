@@ -91,7 +91,10 @@ def seconds_in(text: str, grace_seconds: float) -> float | None:
     if text.upper() in ("", "TRUE"):
         return grace_seconds
     if text.startswith("{"):
-        fields: dict[str, Any] = json.loads(text)
+        try:
+            fields: dict[str, Any] = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
         found = fields.get("seconds", fields.get("time"))
         return grace_seconds if found is None else seconds_in(str(found), grace_seconds)
     try:

@@ -18,6 +18,8 @@ import secrets
 import sys
 from typing import Final
 
+import msgspec
+
 from shade.checkpoint._tiers.memory import MemoryTier
 from shade.checkpoint._tiers.run_lock import spread_keys
 from shade.errors import ConfigError, StorageError
@@ -74,7 +76,8 @@ def bind(memory: MemoryTier, identity: str, storage_url: str, *, is_named: bool)
     its disk, say.
     """
     keys = spread_keys(memory.run, _BOUND)
-    note = next((json.loads(found) for found in memory.store.get_many(keys) if found is not None), None)
+    notes = (_noted(found) for found in memory.store.get_many(keys) if found is not None)
+    note = next((each for each in notes if each is not None), None)
     if note is not None and note[0] != identity and (held := memory.held()):
         newest = max(held.values(), key=lambda record: record.sequence)
         what = f"step {newest.step} of run {memory.run!r}, saved beside {note[1]}"
@@ -85,3 +88,11 @@ def bind(memory: MemoryTier, identity: str, storage_url: str, *, is_named: bool)
         logger.warning("cluster memory has %s: it counts as this run's; to begin afresh: %s", what, free)
     if note is None or note[0] != identity:
         memory.store.set_many(dict.fromkeys(keys, json.dumps([identity, storage_url]).encode()))
+
+
+def _noted(content: bytes) -> tuple[str, str] | None:
+    """Returns identity and storage of a note, or None for other bytes."""
+    try:
+        return msgspec.convert(json.loads(content), tuple[str, str])
+    except (ValueError, RecursionError):
+        return None

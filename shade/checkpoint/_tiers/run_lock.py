@@ -24,6 +24,8 @@ from types import TracebackType
 from typing import Final
 from urllib.parse import quote
 
+import msgspec
+
 from shade.errors import RunInUseError, StorageError, StoreError
 from shade.process import start_of, this_machine
 from shade.storage import Volume
@@ -73,9 +75,10 @@ class LockRecord:
     def parse(cls, content: bytes) -> LockRecord | None:
         """Reads a record; returns None for anything else."""
         try:
-            return cls(**json.loads(content))
-        except (ValueError, TypeError):
+            found = msgspec.json.decode(content, type=cls)
+        except (ValueError, RecursionError):
             return None
+        return found if 0 < found.beat_seconds <= 3600 and 0 <= found.process_id < 2**63 else None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 from urllib.parse import quote
 
+import msgspec
+
 from shade.checkpoint._format.digest import digest_of
 from shade.checkpoint._format.manifest import Commit
 from shade.errors import ConfigError, CorruptCheckpointError, StoreUnavailableError
@@ -44,6 +46,11 @@ class SlotLayout:
     """r: parity pieces for them."""
     grouped: bool = False
     """Whether the copies of a chunk lie in a group of servers that hold copies only for each other."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Returns whether every piece has a server."""
+        return 0 <= self.replicas < len(self.tags) and 0 <= self.num_parity <= self.num_data * 256
 
     @property
     def num_copies(self) -> int:
@@ -169,13 +176,12 @@ class SlotTable:
         body = content[_DIGEST_LENGTH:]
         if digest_of(body).encode() != content[:_DIGEST_LENGTH]:
             return None
-        fields = json.loads(body)
-        slots = {}
-        for each in fields["slots"]:
-            layout = SlotLayout(**{**each["layout"], "tags": tuple(each["layout"]["tags"])})
-            slot = Slot(**{**each, "layout": layout, "shard_bytes": tuple(each["shard_bytes"])})
-            slots[slot.number] = slot
-        return cls(fields["generation"], slots)
+        try:
+            generation, slots = msgspec.convert([*json.loads(body).values()], tuple[int, list[Slot]])
+        except (ValueError, AttributeError, RecursionError):
+            return None
+        are_sound = all(slot.layout.is_sound for slot in slots)
+        return cls(generation, {slot.number: slot for slot in slots}) if are_sound else None
 
 
 class SlotNames:

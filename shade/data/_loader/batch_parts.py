@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from shade.data._dataset.batch_reader import BatchReader
 from shade.data._loader.pipeline import BatchParts
+from shade.data._source.host_copy import moved
 from shade.data._transforms.device import render_on_device
 
 PART_SAMPLES = 8
@@ -176,17 +177,17 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     stream, previous = torch.cuda.Stream(device), None  # type: ignore[no-untyped-call]
     for batch in batches:
         # The copy runs while training is at the batch before. Price: one batch more in the device's memory.
-        with torch.cuda.stream(stream):
-            moved, copied = _moved(batch, device), stream.record_event()
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            there, copied = _moved(batch, device), stream.record_event()
         if previous is not None:
             yield _ready(*previous, device)
-        previous = (moved, copied)
+        previous = (there, copied)
     if previous is not None:
         yield _ready(*previous, device)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return tree_map(lambda leaf: moved(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def _ready(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:

@@ -41,7 +41,7 @@ from shade.data._mixture.packed import PackedDataset
 from shade.data._sampler.sampler import ShadeSampler
 from shade.data._sampler.usage import check_wrapping
 from shade.data._transforms.randomness import plain_states, set_plain_states
-from shade.errors import ConfigError
+from shade.errors import ConfigError, refused_as
 from shade.types import ClosedByWith
 
 
@@ -220,6 +220,12 @@ class EpochProgress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the loader's state. Raises ConfigError if it belongs to another kind of sampler."""
+        self._take(state)
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state["sampler"])
+
+    @refused_as(ConfigError, "what ShadeLoader.state_dict() returned", "pass that")
+    def _take(self, state: dict[str, Any]) -> None:
         if (state["sampler"] is None) != (self._sampler is None):
             raise ConfigError.of(
                 "the state of a loader with the same kind of sampler",
@@ -233,8 +239,6 @@ class EpochProgress:
         if self._sampler is None and state["generator"]:
             self._of_order.set_state(*state["generator"])
         self.current, self.begun.resume = LoaderPass(seed=state["seed"], is_live=False), None
-        if self._sampler is not None:
-            self._sampler.load_state_dict(state["sampler"])
 
 
 def sampler_inside(batches: Any) -> Any:
@@ -277,7 +281,7 @@ class ShadeLoader(DataLoader[Any], ClosedByWith):
         num_workers: Threads that decode (processes, if the transforms are not recognised); 0: the training thread does
             it all. None: as many as this process may use processors.
         collate_fn: Samples → batch.
-        pin_memory: Batches in page-locked memory, where there is a GPU.
+        pin_memory: Batches in page-locked memory, where there is a GPU; always with that as ``device``.
         drop_last: As DataLoader's.
         timeout: Seconds to wait for a batch; 0: without limit.
         worker_init_fn: As DataLoader's; with one, workers are processes.
@@ -349,6 +353,9 @@ class ShadeLoader(DataLoader[Any], ClosedByWith):
             )
         if num_workers is None:
             num_workers = len(os.sched_getaffinity(0))
+        self.device = None if device is None else torch.device(device)
+        # The training thread would wait for a copy from pageable memory.
+        pin_memory = pin_memory or (self.device is not None and self.device.type == "cuda")
         super().__init__(
             dataset,
             batch_size,
@@ -367,7 +374,6 @@ class ShadeLoader(DataLoader[Any], ClosedByWith):
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
         )
-        self.device = None if device is None else torch.device(device)
         self._reader: BatchReader | None = reader_of(dataset) if isinstance(dataset, ShadeDataset) else None
         self._decodes_on_device = decode_on == "device"
         self._free_readers: list[list[BatchReader]] = []
@@ -501,13 +507,14 @@ class ShadeLoader(DataLoader[Any], ClosedByWith):
         Raises:
             ConfigError: It belongs to other settings, or to a loader whose random numbers cannot be drawn again.
         """
-        saved, mine = state["num_workers"], self.num_workers
+        with refused_as(ConfigError, "what ShadeLoader.state_dict() returned", "pass that"):
+            saved, mine, of_sampler = state["num_workers"], self.num_workers, state["sampler"]
         # Without workers, random numbers come from the process's generators, with workers from the seed of the pass.
         reader = self._reader
         draws_others = reader is not None and (
             (reader.may_draw and bool(saved) != bool(mine)) or reader.has_random_items
         )
-        if saved != mine and state["sampler"] is None and draws_others:
+        if saved != mine and of_sampler is None and draws_others:
             raise ConfigError.of(
                 f"num_workers={saved}, as in the saved run, because samples may draw random numbers, then others",
                 mine,

@@ -27,7 +27,7 @@ from shade.data._mixture.packed import PackedDataset
 from shade.data._sampler.place import Pass, Place, SamplerIterator, check_place
 from shade.data._sampler.settings import check_world
 from shade.data._sampler.usage import UsageWarnings
-from shade.errors import ConfigError
+from shade.errors import ConfigError, refused_as
 from shade.importance import ScoreMerger
 from shade.rank_group import check_alike, current_group, ranks_of
 from shade.sampling import num_steps, rank_slice
@@ -343,6 +343,7 @@ class MixtureSampler(Sampler[PackedSequence], ClosedByWith):
             "totals": [self._losses.total_S.tolist(), self._losses.count_S.tolist()],
         }
 
+    @refused_as(ConfigError, "what MixtureSampler.state_dict() returned", "pass that")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a `state_dict`: the same sequences follow, on any number of ranks with the same global batch.
 

@@ -72,6 +72,8 @@ class Recording:
             content = Path(self.folder, "mark").read_bytes()
             body, digest = content[: -_NUMBER.size], content[-_NUMBER.size :]
             found = item_codec.decode(body) if digest == _NUMBER.pack(xxhash.xxh3_64_intdigest(body)) else {}
+        if not isinstance(found, dict):
+            raise self._damaged("a mark", type(found).__name__)
         if found.get("version") != _VERSION:
             raise self._damaged(f"a mark of version {_VERSION}", f"version {found.get('version')}")
         return found
@@ -91,13 +93,17 @@ class Recording:
     def payloads(self, indices: Sequence[int]) -> list[Any]:
         """Returns items as they were encoded, with an exception in place of a damaged one."""
         rows, index_B = self.rows(max(indices, default=-1) + 1), np.asarray(indices, np.int64)
-        ends, digests = rows["end"][index_B].tolist(), rows["digest"][index_B].tolist()
-        starts = np.where(index_B > 0, rows["end"][index_B - 1], 0).tolist() if len(rows) else []
+        # A row has no checksum of its own: what it states is not asked of the system beyond the file.
+        num_bytes = os.fstat(self._items).st_size
+        stop_B = np.minimum(rows["end"][index_B], num_bytes).astype(np.int64)
+        ends, digests = stop_B.tolist(), rows["digest"][index_B].tolist()
+        before_B = np.minimum(rows["end"][index_B - 1], num_bytes).astype(np.int64) if len(rows) else stop_B
+        starts = np.where(index_B > 0, np.minimum(before_B, stop_B), 0).tolist()
         for start, end in zip(starts, ends, strict=True) if len(ends) > 1 else ():
             os.posix_fadvise(self._items, start, end - start, os.POSIX_FADV_WILLNEED)  # all at once
         found: list[Any] = []
         for index, start, end, digest in zip(indices, starts, ends, digests, strict=True):
-            payload = os.pread(self._items, max(0, end - start), start)
+            payload = os.pread(self._items, end - start, start)
             is_whole = xxhash.xxh3_64_intdigest(payload) == digest
             expected = f"expected item {index} as it was recorded in {self.folder}"
             found.append(payload if is_whole else CorruptEntryError(f"{expected}, got other bytes"))

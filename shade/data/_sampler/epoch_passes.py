@@ -16,6 +16,7 @@ from shade.data._sampler.place import Pass, Place
 from shade.data._sampler.rank_shard import RankShard
 from shade.data._sampler.shuffle_window import ShuffleWindow
 from shade.data._sampler.usage import UsageWarnings
+from shade.data._source.host_copy import host_copy
 from shade.data._transforms.randomness import BatchGenerators
 from shade.errors import ConfigError
 from shade.policy.base import EpochPlan
@@ -68,7 +69,7 @@ class EpochPasses:
         """Returns gradient weights of samples of the pass that began last, as `ShadeSampler.weights`."""
         if self._weight_N is None and not indices.is_cpu:
             return torch.ones(len(indices), dtype=torch.float32, device=indices.device)
-        index_B = indices.cpu().numpy()
+        index_B = host_copy(indices).cpu().numpy()
         if len(index_B) and not 0 <= index_B.min() <= index_B.max() < self._num_samples:
             raise ConfigError.of(
                 f"indices of the data set's {self._num_samples} samples",
@@ -77,7 +78,8 @@ class EpochPasses:
             )
         if self._weight_N is None:
             return torch.ones(len(index_B), dtype=torch.float32)
-        return torch.from_numpy(self._weight_N[index_B]).to(indices.device)
+        weight_B = torch.from_numpy(self._weight_N[index_B])
+        return (weight_B.pin_memory() if indices.is_cuda else weight_B).to(indices.device, non_blocking=True)
 
     def resume(self) -> None:
         """Takes up a place that was loaded."""

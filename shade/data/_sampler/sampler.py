@@ -33,7 +33,8 @@ from shade.data._sampler.settings import check_ranks, check_settings, settings_o
 from shade.data._sampler.shuffle_window import ShuffleWindow
 from shade.data._sampler.usage import ForgottenCallWarning as ForgottenCallWarning
 from shade.data._sampler.usage import UsageWarnings, check_wrapping
-from shade.errors import ConfigError
+from shade.data._source.host_copy import host_copy
+from shade.errors import ConfigError, refused_as
 from shade.importance import ImportanceTable, ScoreMerger
 from shade.rank_group import RankGroup, SingleProcessGroup, check_alike, current_group, ranks_of
 from shade.sampling.base import Receipt, is_large
@@ -226,6 +227,7 @@ class ShadeSampler(DistributedSampler[int], ClosedByWith):
             # The merger refuses it.
             return self._merger.report(indices, losses)
         self._usage.check_numbering()
+        indices = host_copy(indices)
         located = self.place.locate(indices)
         self._merger.report(indices, losses)
         self.place.reported(located)
@@ -330,6 +332,7 @@ class ShadeSampler(DistributedSampler[int], ClosedByWith):
         epoch = self.place.epoch
         return {"settings": dict(self._settings), "epoch": epoch} | place | self._draws.state_dict(epoch)
 
+    @refused_as(ConfigError, "what ShadeSampler.state_dict() returned", "pass that")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from a `state_dict`: the same global order follows, on any number of ranks with the same global
         batch.

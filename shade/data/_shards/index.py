@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import fcntl
 import glob
 import importlib.util
@@ -36,8 +37,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -76,6 +78,8 @@ _VERSION: Final = 3
 """Of what the formats find: an index of another version is left alone, and made anew."""
 _MAGIC: Final = b"shade-shard-index"
 _DIGEST: Final = struct.Struct("<Q")
+_TOGETHER: Final = 1 << 20
+_MOST_SAMPLES: Final = 2**48
 _SCANNERS: Final = 16
 _NUMBERS: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _LOCAL_WINDOW_BYTES, _REMOTE_WINDOW_BYTES = 16 << 10, 256 << 10
@@ -108,8 +112,11 @@ class RangeFile(io.RawIOBase):
 
     @override
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._num_bytes}[whence]
-        return self._at
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._num_bytes}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = at
+        return at
 
     @override
     def tell(self) -> int:
@@ -146,6 +153,20 @@ class ShardFile:
                 raise content
             self._start, self._window = start, content
         return self._window[start - self._start : stop - self._start]
+
+
+_Packed: TypeAlias = tuple[Literal["uint8", "uint16", "uint32", "uint64"], Annotated[int, msgspec.Meta(ge=0, le=2**48)]]
+
+
+class _Header(msgspec.Struct):
+    """What an index says of its shard and of itself."""
+
+    url: str
+    bytes: int
+    is_: str = msgspec.field(name="is")
+    arrays: tuple[_Packed, _Packed, _Packed, _Packed]
+    pieces: int
+    columns: list[str]
 
 
 @dataclass
@@ -199,7 +220,8 @@ class ShardScan:
 
     def to_bytes(self, header: dict[str, Any]) -> bytes:
         """Returns the content of an index file."""
-        arrays = [_packed(each) for each in (self.start_P, self.length_P, self.rows_P, self.proof_P)]
+        arrays = [_packed(each) for each in (self.length_P, self.rows_P, self.proof_P)]
+        arrays.insert(0, _smallest(self.start_P))
         header |= {"arrays": [[str(each.dtype), len(each)] for each in arrays], "pieces": len(self.start_P)}
         header["columns"] = self.columns
         text = json.dumps(header).encode()
@@ -207,33 +229,54 @@ class ShardScan:
         return content + _DIGEST.pack(xxhash.xxh3_64_intdigest(content))
 
     @staticmethod
-    def from_bytes(content: bytes) -> tuple[dict[str, Any], ShardScan]:
-        """Returns the header and the pieces; raises ValueError for what `to_bytes` did not make."""
+    def from_bytes(content: bytes) -> tuple[Entry, ShardScan]:
+        """Returns what the shard was and its pieces; raises ValueError for what `to_bytes` did not make."""
         content, digest = content[: -_DIGEST.size], content[-_DIGEST.size :]
         if not content.startswith(_MAGIC) or digest != _DIGEST.pack(xxhash.xxh3_64_intdigest(content)):
             raise ValueError("the checksum does not fit")
         at = len(_MAGIC) + _DIGEST.size
-        (length,) = _DIGEST.unpack_from(content, len(_MAGIC))
-        header = json.loads(content[at : at + length])
-        at, arrays = at + length, []
-        for dtype, num in header["arrays"]:
-            arrays.append(np.frombuffer(content, dtype, num, at))
+        try:
+            (length,) = _DIGEST.unpack_from(content, len(_MAGIC))
+            # Not msgspec's own parser: names of files need not be UTF-8.
+            header = msgspec.convert(json.loads(content[at : at + length]), _Header)
+        except (struct.error, RecursionError) as error:
+            raise ValueError(str(error)) from error
+        at, arrays = at + length, list[Lengths]()
+        for dtype, num in header.arrays:
+            arrays.append(np.frombuffer(content, dtype, num, at) if num else np.empty(0, dtype))
             at += arrays[-1].nbytes
-        num_pieces = header["pieces"]
+        # Where pieces begin is stored of each, so that an index has as many bytes as pieces, or more.
+        if len(arrays[0]) != header.pieces:
+            raise ValueError(f"{header.pieces} pieces, and where {len(arrays[0])} begin")
         # A constant takes no memory.
-        arrays = [each if len(each) == num_pieces else np.broadcast_to(each, num_pieces) for each in arrays]
-        start_P, length_P, rows_P, proof_P = arrays
-        return header, ShardScan(start_P, length_P, rows_P, proof_P, header["columns"], content[at:])
+        start_P, length_P, rows_P, proof_P = (
+            each if len(each) == header.pieces else np.broadcast_to(each, header.pieces) for each in arrays
+        )
+        scan = ShardScan(start_P, length_P, rows_P, proof_P, header.columns, content[at:])
+        return Entry(header.url, header.bytes, header.is_), scan
+
+    def check(self, num_bytes: int) -> None:
+        """Raises UnlikeIndexError for pieces that no shard of so many bytes has."""
+        for first in range(0, len(self.start_P), _TOGETHER):
+            start_P, length_P, rows_P = (
+                each[first : first + _TOGETHER].astype(np.float64)
+                for each in (self.start_P, self.length_P, self.rows_P)
+            )
+            is_there = min(start_P.min(), length_P.min(), rows_P.min()) >= 0 and (start_P + length_P).max() <= num_bytes
+            if not is_there or rows_P.sum() >= _MOST_SAMPLES:
+                raise UnlikeIndexError(f"pieces that {num_bytes} bytes do not hold")
 
 
 def _packed(values_P: Lengths) -> Lengths:
     """Returns the array in its smallest type; a constant as one element."""
     if not len(values_P):
-        return values_P.astype(np.uint8)
+        return _smallest(values_P)
     # Such as the rows of an archive's pieces, which are one each.
-    if len(values_P) > 1 and values_P.min() == values_P.max():
-        values_P = values_P[:1]
-    return values_P.astype(np.min_scalar_type(int(values_P.max())))
+    return _smallest(values_P[:1] if values_P.min() == values_P.max() else values_P)
+
+
+def _smallest(values_P: Lengths) -> Lengths:
+    return values_P.astype(np.min_scalar_type(int(values_P.max(initial=0))))
 
 
 class ShardFormat(ABC):
@@ -504,14 +547,14 @@ class ShardIndex:
         """Returns a shard's pieces from its index, which is made if there is none; what the shard was if it has changed
         since."""
         entry = self.entries[shard]
-        before, scan = self._load(shard)
+        before, scan = self._load(shard_format, shard)
         if scan is not None and _is_same(before, entry):
             return scan
         path = self.path_of(shard)
         with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another rank or job made it while this one waited for the lock.
-            before, old = self._load(shard)
+            before, old = self._load(shard_format, shard)
             if old is not None and _is_same(before, entry):
                 return old
             # A hash of git says that its content is another, wherever its samples lie.
@@ -519,10 +562,14 @@ class ShardIndex:
                 return before
             try:
                 scan = shard_format.scan(ShardFile(origin, entry))
+                self._check(shard_format, scan, entry)
             except OSError as error:
                 raise DataError.of(
                     f"to read {shown_place(entry.url)}", without_login(str(error), entry.url), "restore the shard"
                 ) from error
+            except UnlikeIndexError as error:
+                cure = "copy it again"
+                raise DataError.of(f"{shown_place(entry.url)} to be a whole shard", str(error), cure) from error
             # It may have changed while it was scanned.
             self._compare(shard)
             if old is not None and old.to_bytes({}) != scan.to_bytes({}):
@@ -533,17 +580,24 @@ class ShardIndex:
                 )
         return scan
 
-    def _load(self, shard: int) -> tuple[Entry, ShardScan | None]:
+    def _load(self, shard_format: ShardFormat, shard: int) -> tuple[Entry, ShardScan | None]:
         """Returns what a shard was when its index was made, and its pieces; None if there is no index."""
         path, entry = self.path_of(shard), self.entries[shard]
         try:
-            header, scan = ShardScan.from_bytes(path.read_bytes())
+            before, scan = ShardScan.from_bytes(path.read_bytes())
+            self._check(shard_format, scan, before)
         except FileNotFoundError:
             return entry, None
         except ValueError as error:
             logger.warning("the index %s is damaged (%s); it is made again", path, error)
             return entry, None
-        return Entry(header["url"], header["bytes"], header["is"]), scan
+        return before, scan
+
+    @staticmethod
+    def _check(shard_format: ShardFormat, scan: ShardScan, entry: Entry) -> None:
+        # Where the pieces of the others lie, their library alone knows.
+        if not isinstance(shard_format, LibraryFormat):
+            scan.check(entry.num_bytes)
 
 
 def _is_same(before: Entry, now: Entry) -> bool:
@@ -656,10 +710,10 @@ def _in_folder(folder: str, found: Sequence[str], suffixes: Container[str]) -> l
 
 def _listed_by_its_library(folder: str) -> list[str]:
     """Returns the shards that Hugging Face's or MosaicML's own list in a local folder names, in its order."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         content = json.loads(Path(folder, "state.json").read_bytes())
         return [os.path.join(folder, each["filename"]) for each in content["_data_files"]]
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         content = json.loads(Path(folder, "index.json").read_bytes())
         return [os.path.join(folder, each["raw_data"]["basename"]) for each in content["shards"]]
     return []

@@ -19,6 +19,8 @@ from shade.data._shards.index import RangeParts
 
 _DICTIONARY_ENCODINGS: Final = (2, 8)
 _DATA_PAGES: Final = (0, 3)
+DAMAGED: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading a footer or a page index raises that is not as it should be."""
 
 
 class ChunkPages(NamedTuple):
@@ -53,6 +55,20 @@ class ChunkPages(NamedTuple):
         return b"".join([*content, _nulls(num_nulls)])
 
 
+def check_statistics(footer: bytes, schema: Any) -> None:
+    """Raises one of `DAMAGED` for statistics of sizes that are of other columns: pyarrow would end the process when it
+    is asked for the place of such a chunk."""
+    for group in _fields(footer, 0)[0][4]:
+        for number, chunk in enumerate(group[1]):
+            column, sizes = schema.column(number), chunk[3].get(16, {})
+            levels = {2: column.max_repetition_level, 3: column.max_definition_level}
+            is_of_bytes = column.physical_type == "BYTE_ARRAY"
+            if (1 in sizes and not is_of_bytes) or any(
+                len(sizes.get(key, ())) not in (0, n + 1) for key, n in levels.items()
+            ):
+                raise ValueError(f"statistics of other values than those of the column {column.path}")
+
+
 def page_table(footer: bytes, schema: Any, read: Callable[[int, int], bytes]) -> bytes:
     """Returns the pages of all column chunks of a file in a form that `pages_of` reads, of which ``read`` returns a
     range."""
@@ -64,6 +80,9 @@ def page_table(footer: bytes, schema: Any, read: Callable[[int, int], bytes]) ->
                 found += [0, 0]
                 continue
             places = _fields(read(chunk[4], chunk[4] + chunk[5]), 0)[0][1]
+            rows = [place[3] for place in places]
+            if rows != sorted({0, *rows}) or rows[-1] >= group[3] or any(min(*place.values()) < 0 for place in places):
+                raise ValueError(f"pages that begin at rows {rows} of {group[3]}")
             counts = chunk[3].get(13)
             coded = [each[3] for each in counts or () if each[1] in _DATA_PAGES and each[2] in _DICTIONARY_ENCODINGS]
             found += [len(places), len(places) if counts is None else sum(coded)]
@@ -114,6 +133,9 @@ def _fields(data: bytes, at: int) -> tuple[dict[int, Any], int]:
             number += head >> 4
         else:
             number, at = _value(data, at, 4)
+        # Another reader may take the first of two, or a part of each.
+        if number in found or not 0 < number < 2**15:
+            raise ValueError(f"a field {number} where none can be")
         found[number], at = _value(data, at, head & 15)
     return found, at + 1
 
@@ -131,6 +153,8 @@ def _value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
         inner, length, at = data[at] & 15, data[at] >> 4, at + 1
         if length == 15:
             length, at = _unsigned(data, at)
+        if length > len(data) - at:
+            raise ValueError(f"a list of {length} items in {len(data) - at} bytes")
         items = []
         for _ in range(length):
             # A bool of a list has a byte of its own.

@@ -38,7 +38,8 @@ from shade.data._shards.index import (
     ShardScan,
     UnlikeIndexError,
 )
-from shade.data._shards.parquet_pages import ChunkPages, page_table, pages_of
+from shade.data._shards.parquet_pages import DAMAGED, ChunkPages, check_statistics, page_table, pages_of
+from shade.data._source.item_codec import pixel_bytes
 from shade.errors import DataError, shown_place
 
 _SCHEMA_MESSAGE, _DICTIONARY_MESSAGE, _BATCH_MESSAGE = 1, 2, 3
@@ -234,15 +235,16 @@ class ParquetFormat(ArrowPieces):
         extra = _HEAD.pack(num_bytes, 0) + footer
         try:
             metadata = _footer(extra)
+            check_statistics(footer, metadata.schema)
             # Of small row groups the rest is cheaper than another request.
             if any(
                 metadata.row_group(number).total_byte_size > _SMALL_BYTES for number in range(metadata.num_row_groups)
             ):
-                with contextlib.suppress(LookupError, ValueError):  # an index that is not as it should be
+                with contextlib.suppress(*DAMAGED):
                     pages = page_table(footer, metadata.schema, file.range)
                     extra = _HEAD.pack(num_bytes, len(pages)) + pages + footer
             columns = self._columns_of(name, extra)
-        except (pyarrow().ArrowException, OSError) as error:
+        except (pyarrow().ArrowException, OSError, *DAMAGED) as error:
             raise _unread(name, "Parquet", error) from error
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         chunks = (group.column(number) for group in groups for number in range(group.num_columns))
@@ -253,7 +255,7 @@ class ParquetFormat(ArrowPieces):
         spans = [[place for _, place in self._leaves(group, None)] for group in groups]
         return ShardScan.of(
             [span[0][0] for span in spans],
-            [span[-1][1] - span[0][0] for span in spans],
+            [max(stop for _, stop in span) - span[0][0] for span in spans],
             columns,
             extra,
             rows=[group.num_rows for group in groups],
@@ -493,7 +495,10 @@ def _list(content: bytes, at: int, item_bytes: int) -> list[int]:
     if not at:
         return []
     begin = at + _root(content, at)
-    return [begin + 4 + number * item_bytes for number in range(_root(content, begin))]
+    num_items = _root(content, begin)
+    if begin + 4 + num_items * item_bytes > len(content):
+        raise ValueError(f"a list of {num_items} items in {len(content)} bytes")
+    return [begin + 4 + number * item_bytes for number in range(num_items)]
 
 
 _NUMBERS: Final = {
@@ -514,8 +519,11 @@ def _picture(data: bytes) -> Image.Image:
 def _raw_picture(data: bytes) -> Image.Image:
     """Returns a picture that MDS stored as its size, mode and pixels."""
     width, height, length = struct.unpack_from("<III", data)
-    mode = data[12 : 12 + length].decode()
-    return Image.frombytes(mode, (width, height), data[12 + length :])
+    mode, pixels = data[12 : 12 + length].decode(), data[12 + length :]
+    # Pillow allocates the picture before it looks at them.
+    if len(pixels) != pixel_bytes(mode, width, height):
+        raise ValueError(f"{len(pixels)} bytes for a picture of {width} × {height} in mode {mode}")
+    return Image.frombytes(mode, (width, height), pixels)
 
 
 _ENCODINGS: Final[dict[str, Callable[[bytes], Any]]] = {
@@ -548,7 +556,7 @@ class MDSFormat(ShardFormat):
                 raise ValueError(f"columns {described}")
             if not all(isinstance(each, str) for each in (*described[0], *described[1])):
                 raise ValueError(f"columns {described}")
-        except (struct.error, ValueError, IndexError, KeyError, TypeError) as error:
+        except (struct.error, ValueError, IndexError, KeyError, TypeError, RecursionError) as error:
             raise DataError.of(f"{shown_place(name)} to be an MDS shard", str(error), "copy it again") from error
         if offset_N[-1] != num_bytes:
             words = f"{num_bytes} bytes instead of {offset_N[-1]}"

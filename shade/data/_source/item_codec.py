@@ -28,6 +28,7 @@ from PIL import Image
 from torchvision import tv_tensors
 
 from shade.errors import ConfigError, CorruptEntryError
+from shade.trajectory import MOST_EMPTY
 
 LENGTH = struct.Struct("<I")
 ALIGN = 8
@@ -209,7 +210,10 @@ def _build(skeleton: Any, cursor: _Cursor) -> Any:
     if kind == "array":
         dtype_np, shape = dtype_of(value[0]), value[1]
         raw = cursor.take(num_elements(shape) * dtype_np.itemsize)
-        return np.frombuffer(raw, dtype=dtype_np).reshape(shape) if raw else np.empty(shape, dtype=dtype_np)
+        # NumPy would make room for text without a character, of which there may be any number in nothing.
+        if not dtype_np.itemsize and num_elements(shape) > MOST_EMPTY:
+            raise ValueError(f"{num_elements(shape)} items of type {dtype_np.str}")
+        return np.ndarray(shape, dtype_np, raw)
     if kind == "scalar":
         dtype_np = dtype_of(value)
         raw = cursor.take(dtype_np.itemsize)
@@ -227,17 +231,25 @@ def num_elements(shape: list[int]) -> int:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    dtype = np.dtype(name)
+    try:
+        dtype = np.dtype(name)
+    except SyntaxError as error:  # NumPy takes some names for Python
+        raise ValueError(f"dtype {name!r}") from error
     if not isinstance(name, str) or dtype.kind not in ARRAY_KINDS or dtype.str != name:
         raise ValueError(f"dtype {name!r}")
     return dtype
+
+
+def pixel_bytes(mode: str, width: int, height: int) -> int:
+    """Returns the bytes of an image's pixels as Pillow stores them; raises KeyError for an unknown mode."""
+    return height * -(-width * _PIXEL_BITS[mode] // 8)
 
 
 def _build_image(value: list[Any], cursor: _Cursor) -> Image.Image:
     mode, (width, height), num_bytes, palette, transparency = value
     raw = cursor.take(num_bytes)
     # The image's memory is allocated only if the bytes that fill it are present.
-    if num_elements([width, height]) and num_bytes != height * -(-width * _PIXEL_BITS[mode] // 8):
+    if num_elements([width, height]) and num_bytes != pixel_bytes(mode, width, height):
         raise ValueError(f"{num_bytes} bytes for an image of {width} × {height} in mode {mode}")
     image = Image.frombytes(mode, (width, height), bytes(raw)) if raw else Image.new(mode, (width, height))
     if palette is not None:

@@ -40,7 +40,7 @@ from shade.data._source.item_codec import (
 
 _COLLATED_KINDS = "biuf"
 _MOST_LAYOUTS = 4096
-_MOST_TOGETHER_BYTES = 1 << 14
+_MOST_TOGETHER_BYTES = _MOST_SKELETON_BYTES = 1 << 14
 INLINE_BYTES = 1 << 18
 """A column of a batch up to this size is faster in a message than in shared memory."""
 
@@ -225,7 +225,11 @@ def _rows(spec: Any, num_samples: int, values: Iterator[Any], buffers: Iterator[
 def _layout_at(payload: bytes | memoryview) -> _ItemLayout | None:
     if len(payload) < LENGTH.size:
         return None
-    skeleton = bytes(payload[LENGTH.size : LENGTH.size + LENGTH.unpack_from(payload)[0]])
+    (length,) = LENGTH.unpack_from(payload)
+    # One that is longer holds texts, which differ, and it would be kept for nothing.
+    if length > _MOST_SKELETON_BYTES:
+        return None
+    skeleton = bytes(payload[LENGTH.size : LENGTH.size + length])
     try:
         return _layouts[skeleton]
     except KeyError:
@@ -235,7 +239,7 @@ def _layout_at(payload: bytes | memoryview) -> _ItemLayout | None:
         spec = _spec_of(json.loads(skeleton), values, lengths)
         spec = _specs.setdefault(spec, spec)
     # Of another kind, or damaged: `decode` has the last word.
-    except (ValueError, TypeError, KeyError, IndexError):
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         layout = None
     else:
         at = LENGTH.size + len(skeleton)

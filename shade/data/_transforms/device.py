@@ -32,10 +32,10 @@ def render_on_device(batch: FusedBatch, device: torch.device) -> torch.Tensor:
         picture = decoded.get(position)
         # nvJPEG did not decode it.
         if picture is None:
-            picture = torch.from_numpy(np.array(batch.picture(position))).permute(2, 0, 1).to(device)
+            picture = torch.from_numpy(np.array(batch.picture(position))).permute(2, 0, 1).to(device, non_blocking=True)
         rendered.append(_render(batch.view, picture, batch.window(position)))
     values_BCHW = torch.stack(rendered).long()
-    table_CV = torch.from_numpy(batch.view.table_CV).to(device)
+    table_CV = torch.from_numpy(batch.view.table_CV).to(device, non_blocking=True)
     return torch.stack([table[values] for table, values in zip(table_CV, values_BCHW.unbind(1), strict=True)], dim=1)
 
 

@@ -93,7 +93,8 @@ class DeviceErrorFeedback:
         # The old residual stays until the step has happened; a non-finite gradient has changed nothing so far.
         self._before = self._residual_D, self._moments
         self._residual_D, self._moments = rest_D, moments
-        return Sparse(places_K.cpu().numpy().astype("uint32"), seen, self.size)
+        # Half of the bytes cross as int32; the bits are those of uint32.
+        return Sparse(places_K.to(torch.int32).cpu().numpy().view("uint32"), seen, self.size)
 
     def undo(self) -> None:
         """Does what `ErrorFeedback.undo` does."""

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError
+from shade.errors import ConfigError, NonFiniteGradientError, StateMismatchError, refused_as
 from shade.gradient._comm.sparse_all_reduce import PROTOCOL
 from shade.gradient._comm.step import GradientStep, StepState
 from shade.gradient._comm.topology import FlatTopology, NodeTopology, Topology
@@ -304,6 +304,7 @@ class GradientEngine:
         """
         self.load_state_dicts([state])
 
+    @refused_as(StateMismatchError, "what GradientEngine.state_dict() returned", "pass that")
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Loads the states of all ranks of a world that may have had another size.
 

@@ -21,8 +21,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -196,21 +195,29 @@ class _Stages:
             remote_D = torch.empty(bucket.size, dtype=torch.float32, device=bucket.device)
             bucket.gather(gradients, remote_D, scale)
             gradient_D = host_D.copy_(remote_D, non_blocking=True)
-            torch.cuda.current_stream(bucket.device).synchronize()
         else:
             gradient_D = host_D
             bucket.gather(gradients, gradient_D, scale)
+        if bucket.device.type == "cuda":
+            # What is freed, the model's stream may write to at once: it does not wait for ours.
+            torch.cuda.current_stream(bucket.device).synchronize()
         # Frees the tensors for the next backward pass.
         work.gradients[number] = []
         return gradient_D
 
-    def _on_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _on_stream(self, device: torch.device) -> Iterator[None]:
         # A stream of our own, beside the one that the model computes on.
         if device.type != "cuda":
-            return contextlib.nullcontext()
+            yield
+            return
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(self._streams[device])
+        # `stream` alone ends on the thread's device before, GPU 0, and makes a context there.
+        with torch.cuda.device(device), torch.cuda.stream(self._streams[device]):
+            yield
+            # Residuals are saved, and loaded, on other streams.
+            self._streams[device].synchronize()
 
     # ── thread 2 ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -153,10 +153,10 @@ def _parsed(mark: bytes) -> tuple[float, bool]:
     try:
         machine, process, started, name, at = json.loads(mark)
         if started == "left":
-            return at, False
+            return float(at), False
         if machine and machine == this_machine():
             is_open = name in _open_here if process == os.getpid() else True
-            return at, is_open and start_of(process) == started
-        return at, time.time() - at < IN_USE_SECONDS
-    except (ValueError, TypeError):
+            return float(at), is_open and start_of(process) == started
+        return float(at), time.time() - at < IN_USE_SECONDS
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return 0.0, False

@@ -112,8 +112,11 @@ def _fact(node: Endpoint, name: str) -> str:
 
 
 def read_members(node: Endpoint) -> list[ClusterMember]:
-    """Asks a node for all nodes of its cluster that it has heard of."""
-    return ClusterMember.read_all(ask_text(node, "CLUSTER", "NODES"), node.host)
+    """Asks a node for all nodes of its cluster that it has heard of; raises StoreError if it lists none."""
+    try:
+        return ClusterMember.read_all(ask_text(node, "CLUSTER", "NODES"), node.host)
+    except ValueError as error:
+        raise StoreError(f"expected a list of nodes from {node}, got {error}; check that it is a cluster") from None
 
 
 def promote_replicas(living: Sequence[Endpoint], dead: Set[Address]) -> None:

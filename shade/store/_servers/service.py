@@ -16,9 +16,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from shade.errors import ConfigError, StoreError, StoreUnavailableError
+import msgspec
+
+from shade.errors import ConfigError, StoreError, StoreUnavailableError, refused_as
 from shade.process import is_running, replacing, start_detached, start_of
 from shade.store._servers.local_cluster import (
     agrees,
@@ -357,10 +359,13 @@ def _write(directory: Path, url: StoreURL, records: Sequence[ServerRecord]) -> N
 
 def _read(directory: Path) -> tuple[StoreURL, list[ServerRecord]]:
     try:
-        state: dict[str, Any] = json.loads((directory / _STATE).read_text())
+        content = (directory / _STATE).read_bytes()
     except FileNotFoundError:
         raise ConfigError.of("a directory given to `up`", str(directory), "check the name, or start servers") from None
-    url = StoreURL.parse(state["url"])
-    if "@" not in state["url"]:  # servers without a password; the environment may have one for others
+    cure = "remove it, after ending the servers that it was about"
+    with refused_as(ConfigError, f"what `up` wrote in {directory / _STATE}", cure):
+        url_text, servers = msgspec.convert([*json.loads(content).values()], tuple[str, list[ServerRecord]])
+    url = StoreURL.parse(url_text)
+    if "@" not in url_text:  # servers without a password; the environment may have one for others
         url = replace(url, username=None, password=None)
-    return url, [ServerRecord(**record) for record in state["servers"]]
+    return url, servers

@@ -257,3 +257,31 @@ def test_a_buffer_is_made_huge_once_nobody_is_writing_it(tmp_path: Path, monkeyp
             thread.join(10)
     assert asked == [True] * 3
     stage.close()
+
+
+@pytest.mark.parametrize(("is_initialized", "used", "pinned_on"), [(False, 1, []), (True, None, []), (True, 1, [1])])
+def test_a_buffer_is_pinned_on_a_gpu_that_is_used_in_a_thread_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_initialized: bool, used: int | None, pinned_on: list[int]
+) -> None:
+    """Played: elsewhere it would make a context on GPU 0, and leave a failure to the training's next kernel."""
+    here, pinned, unpinned = threading.local(), [], []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            assert threading.current_thread() is not threading.main_thread()
+            pinned.append(here.device)
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            unpinned.append(address)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda number: 2**20 if number == used else 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: setattr(here, "device", number))
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    tier = SharedMemoryTier(RUN, 0, folder=tmp_path)
+    tier.begin(100)
+    tier.close()
+    assert (pinned, len(unpinned)) == (pinned_on, len(pinned_on))

@@ -115,3 +115,24 @@ def test_what_is_copied_by_the_tensor_is_left_to_whoever_waits() -> None:
     copying.finish()
     assert stream_hash.digests_set == {}
     assert stream_hash.wait(0) == digest_of(stream_hash.chunks[0])
+
+
+def test_settling_what_is_on_the_host_does_not_wait_for_a_device() -> None:
+    """A stream of copies waits for all that the training has queued on its device."""
+    live = state()
+    layout = lay_out({name: TensorSpec.of(tensor) for name, tensor in live.items()}, 0, 1)
+    copying = Copying(live, layout.entries, torch.zeros(layout.num_bytes, dtype=torch.uint8))
+    waited: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            waited.append(self.name)
+
+    places = {torch.device("cuda", 0): "GPU", torch.device("cpu"): "host"}  # the host plays a second device
+    copying._streams = {place: Stream(name) for place, name in places.items()}  # type: ignore[misc]
+    copying.settle(["01"])
+    copying.finish()
+    assert waited == ["host", "host"]

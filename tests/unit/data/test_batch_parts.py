@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
-from shade.data._loader.batch_parts import BatchBuffers
+from shade.data._loader.batch_parts import BatchBuffers, on_device
 
 SHAPE = (4, 3, 8, 8)
 
@@ -100,3 +103,36 @@ def test_a_batch_outlives_its_drawer() -> None:
     del buffers
     gc.collect()
     assert bool((batch == 3.0).all())
+
+
+def test_a_batch_is_copied_to_a_gpu_while_training_is_at_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played on the meta device: its streams and events are names."""
+    done: list[Any] = []
+
+    class Played(str):
+        type = "cuda"
+
+    class Stream:
+        def record_event(self) -> int:
+            done.append("copied")
+            return len(done)
+
+        def wait_event(self, event: int) -> None:
+            done.append(("trains after", event))
+
+    @contextlib.contextmanager
+    def entering(what: Any) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "device", entering)
+    monkeypatch.setattr(torch.cuda, "stream", entering)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: done.append(tuple(tensor.shape)))
+    batches = [[torch.ones(size, 2), torch.arange(size), "rest"] for size in (3, 4)]
+    found = list(on_device(batches, Played("meta")))  # type: ignore[arg-type]
+    assert [[images.device.type, len(indices), rest] for images, indices, rest in found] == [
+        ["meta", 3, "rest"],
+        ["meta", 4, "rest"],
+    ]
+    assert done == ["copied", "copied", ("trains after", 1), (3, 2), (3,), ("trains after", 2), (4, 2), (4,)]

@@ -7,6 +7,7 @@ import gc
 import io
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -883,6 +884,48 @@ def test_impossible_settings_are_refused_at_construction() -> None:
     engine.close()
     with pytest.raises(ConfigError, match="open engine"):
         engine.step()
+
+
+class PlayedCuda(str):
+    """The name of a device that torch takes for the host, and the pipeline for a GPU."""
+
+    type = "cuda"
+
+
+def test_a_gradient_on_a_gpu_is_freed_after_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's stream may write to what was freed while the pipeline's own stream still reads it."""
+    read: list[weakref.ref[torch.Tensor]] = []
+    alive, entered = [], []
+    gather = Bucket.gather
+
+    def noting(bucket: Bucket, gradients: Any, *others: Any) -> None:
+        read.extend(weakref.ref(each) for each in gradients if each is not None)
+        gather(bucket, gradients, *others)
+
+    class Stream:
+        def synchronize(self) -> None:
+            if read:
+                alive.append(all(each() is not None for each in read))
+                read.clear()
+
+    @contextlib.contextmanager
+    def entering(what: Any) -> Iterator[None]:
+        entered.append(type(what))
+        yield
+
+    model = network()
+    with GradientEngine(model, SparseSGD(model.parameters(), lr=0.1), **SPARSE) as engine:
+        for each in engine._bucket_states:
+            each.bucket.device = PlayedCuda("cpu")  # type: ignore[assignment]
+        stream = Stream()
+        monkeypatch.setattr(Bucket, "gather", noting)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "device", entering)
+        monkeypatch.setattr(torch.cuda, "stream", entering)
+        train(engine, model, range(3))
+    assert alive == [True] * 3 * len(engine._bucket_states)
+    assert entered[:2] == [PlayedCuda, Stream], "the stream alone would leave a context on GPU 0"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")

@@ -49,14 +49,14 @@ case " $* " in # … in a folder of the model's name, where that is asked for
     *" --file_save_in_dictionary"* | *" --file_dictionary"*) persist=$out/checkpoints/$name ;;
     *) persist=$out/checkpoints ;;
 esac
-"$python" -c "$main" checkpoint flush "$store" --persist "$persist" $which 2>"$out/flush.log" &
+"$python" -c "$main" checkpoint flush "$store" --persist-to "$persist" $which 2>"$out/flush.log" &
 flusher=$!
 
 train() { # the flags of training_example.py
     port=$("$python" -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m torch.distributed.run --nproc-per-node "$ranks" \
         --master-addr 127.0.0.1 --master-port "$port" "$root/benchmarks/training_example.py" \
-        "$epochs" 1 127.0.0.1 "$port" --store "$store" --persist "$out/checkpoints" "$@" >>"$out/train.log" 2>&1 &
+        "$epochs" 1 127.0.0.1 "$port" --store "$store" --persist-to "$out/checkpoints" "$@" >>"$out/train.log" 2>&1 &
     trainers=$!
 }
 
@@ -78,6 +78,6 @@ trainers=
 kill "$flusher"
 wait "$flusher" || true # 1 where something is not durable yet
 flusher=
-shade checkpoint flush "$store" --persist "$persist" --once 2>>"$out/flush.log" || status=$?
-[ "$status" -ne 0 ] || shade checkpoint list --persist "$persist" || status=$?
+shade checkpoint flush "$store" --persist-to "$persist" --once 2>>"$out/flush.log" || status=$?
+[ "$status" -ne 0 ] || shade checkpoint list --persist-to "$persist" || status=$?
 exit "$status"

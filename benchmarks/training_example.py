@@ -6,9 +6,9 @@ Read it from top to bottom. What a plain DDP script does not have are five lines
 Start it with torchrun, or with mpirun, on every node::
 
     shade cache up --dir memory_node                           # on the memory node: prints the URL
-    shade checkpoint flush URL --persist DIR                   # there too
+    shade checkpoint flush URL --persist-to DIR                   # there too
     torchrun --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 1234 \\
-        benchmarks/training_example.py 10 1 10.0.0.1 1234 --batch_size 128 --store URL --persist DIR
+        benchmarks/training_example.py 10 1 10.0.0.1 1234 --batch_size 128 --store URL --persist-to DIR
     torchrun … benchmarks/training_example.py … --snapshot_path latest        # goes on
 
 `execute_example.sh` beside this file does all of it on one machine, kills a trainer if asked to, and resumes.
@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
         )
     parser.add_argument("--snapshot_path", metavar="PATH", help="go on from: latest, a snapshot's folder, or a file")
     parser.add_argument("--store", metavar="URL", help="the memory node (SHADE_CHECKPOINT; none: storage alone)")
-    parser.add_argument("--persist", metavar="DIR", help="durable storage (SHADE_PERSIST; ./checkpoints)")
+    parser.add_argument("--persist-to", metavar="DIR", help="durable storage (SHADE_PERSIST_TO; ./checkpoints)")
     parser.add_argument("--data", type=Path, metavar="DIR", help="images in a folder a class (digits; else made up)")
     parser.add_argument("--network", metavar="NAME", help="of networks.py (resnet152 on a GPU, as the original; cnn)")
     parser.add_argument("--learning_rate", type=float, default=0.001, metavar="RATE", help="of Adam (0.001)")

@@ -95,7 +95,7 @@ class RunConfig:
     """Id of the run's snapshots: made with the run, kept in ``run.json``, never changed."""
     checkpoint: str | None = None
     """URL, its password hidden, of the store whose memory takes snapshots; None: storage alone."""
-    persist: str | None = None
+    persist_to: str | None = None
     """Path or URL of durable storage for snapshots; None: the run directory, or none where a store takes them."""
     checkpoint_every: str | None = None
     """When a snapshot is due, besides the end of each epoch: what a kill can cost; None: when the strategy says."""
@@ -143,12 +143,12 @@ class RunConfig:
     @property
     def keeps_beside(self) -> bool:
         """Returns whether snapshots go into the run directory: the flags name no other place."""
-        return self.checkpoint is None and self.persist is None
+        return self.checkpoint is None and self.persist_to is None
 
     @property
-    def persist_to(self) -> str | None:
+    def storage(self) -> str | None:
         """Returns the durable storage for snapshots, or None."""
-        return str(Path(self.out) / SNAPSHOTS) if self.keeps_beside else self.persist
+        return str(Path(self.out) / SNAPSHOTS) if self.keeps_beside else self.persist_to
 
     @property
     def checkpoint_url(self) -> str | None:

@@ -5,7 +5,7 @@ Command
         compares all strategies that restore bit for bit, each at its best interval
     python benchmarks/planning/simulate.py --trace spot.csv --costs costs.json --strategy overlap,copy --every 10,100
         compares two strategies at two intervals
-    python benchmarks/planning/simulate.py --trace spot.csv --state 1.5GB --step 0.5s --persist /mnt/ckpt
+    python benchmarks/planning/simulate.py --trace spot.csv --state 1.5GB --step 0.5s --persist-to /mnt/ckpt
         measures the costs on this machine first; --save-costs keeps them
     python benchmarks/planning/simulate.py --mtbf 2h --length 30d --make-trace spot.csv --costs costs.json
         writes a synthetic trace and replays it
@@ -22,9 +22,9 @@ until as many machines were available again. Without kind every event is a machi
 available, without end the last event ends the trace.
 
 The costs come from a file that --save-costs wrote, or are measured on this machine: copies and hashes in memory, writes
-to --persist, transfers to --store. The replay is exact; nothing is drawn at random. kept + lost + saving + recovering +
-down is the length of the trace. expected is the closed form for failures at random moments. Strategies that do not
-restore bit for bit are left out unless they are named.
+to --persist-to, transfers to --store. The replay is exact; nothing is drawn at random. kept + lost + saving +
+recovering + down is the length of the trace. expected is the closed form for failures at random times. Strategies that
+do not restore bit for bit are left out unless they are named.
 
 exit code: 0; 2 the command could not be carried out
 """
@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--costs", type=Path, metavar="FILE", help="costs that --save-costs wrote")
     run.add_argument("--state", metavar="BYTES", help="size of the state, as 1.5GB, to measure the costs now")
     run.add_argument("--step", type=_seconds, metavar="TIME", help="time of a training step")
-    run.add_argument("--persist", metavar="URL", help="durable storage: a path, s3://bucket/path, …")
+    run.add_argument("--persist-to", metavar="URL", help="durable storage: a path, s3://bucket/path, …")
     run.add_argument("--store", metavar="URL", help="a cluster's memory, as redis+cluster://host:7000")
     run.add_argument("--save-costs", type=Path, metavar="FILE", help="write the measured costs")
     asked = parser.add_argument_group("alternatives")
@@ -174,8 +174,8 @@ def _measured(given: argparse.Namespace) -> Costs:
     if given.store is not None:
         with open_store(given.store) as store:
             send, fetch = store_rates(store)
-    if given.persist is not None:
-        with open_volume(given.persist) as volume:
+    if given.persist_to is not None:
+        with open_volume(given.persist_to) as volume:
             write, commit = storage_rates(volume)
     return Costs(
         state_bytes=parse_bytes(given.state),

@@ -36,7 +36,7 @@ from shade.store.disk import check_local
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """File names that ImageFolder takes for images."""
 _OUTLIVES = "name a server that outlives the run (shade cache up): unix://, redis:// or redis+cluster://"
-_RESUME_CURE = "start without --resume, or name the --checkpoint and --persist that the run was started with"
+_RESUME_CURE = "start without --resume, or name the --checkpoint and --persist-to that the run was started with"
 
 
 _PARTS = {"train", "training", "val", "valid", "validation", "test"}
@@ -227,10 +227,10 @@ def check_snapshots(config: RunConfig, checkpoint_url: str | None) -> None:
         return
     if checkpoint_url is not None:
         _check_store(checkpoint_url)
-    if config.persist is not None:
-        _check_storage(config.persist)
+    if config.persist_to is not None:
+        _check_storage(config.persist_to)
     if config.resume and _has_begun(Path(config.out)) and not has_snapshots(config, checkpoint_url):
-        locations = ", ".join(filter(None, (config.checkpoint, shown_place(config.persist_to or ""))))
+        locations = ", ".join(filter(None, (config.checkpoint, shown_place(config.storage or ""))))
         raise ConfigError.of("a checkpoint to resume from", f"none of run {config.run} in {locations}", _RESUME_CURE)
 
 
@@ -251,14 +251,14 @@ def _check_store(url: str) -> None:
             raise ConfigError(f"expected the snapshot store {store.url} to answer, but {error}; {cure}") from error
 
 
-def _check_storage(persist: str) -> None:
-    folders = () if "://" in persist else (Path(persist), *Path(persist).parents)
+def _check_storage(persist_to: str) -> None:
+    folders = () if "://" in persist_to else (Path(persist_to), *Path(persist_to).parents)
     missing = [path for path in folders if not path.exists()]
-    with open_volume(persist) as volume:
+    with open_volume(persist_to) as volume:
         try:
             volume.ping()
         except StorageError as error:
-            raise ConfigError(f"could not write to --persist {volume.url}: {error}") from error
+            raise ConfigError(f"could not write to --persist-to {volume.url}: {error}") from error
         finally:
             with contextlib.suppress(OSError):
                 for path in missing:
@@ -267,7 +267,7 @@ def _check_storage(persist: str) -> None:
 
 def memory_folder(config: RunConfig, checkpoint_url: str | None) -> Path | None:
     """Returns the folder of a run's buffers in this machine's shared memory; None if no process has saved it."""
-    name = identity.find(config.run, checkpoint_url, config.persist_to)
+    name = identity.find(config.run, checkpoint_url, config.storage)
     return None if name is None else own_folder(config.run) / name
 
 
@@ -277,8 +277,8 @@ def has_snapshots(config: RunConfig, checkpoint_url: str | None) -> bool:
     if folder is not None and own_records(folder, config.run):
         return True
     with contextlib.ExitStack() as resources, contextlib.suppress(ShadeError):
-        if config.persist_to is not None:
-            storage = StorageTier(resources.enter_context(open_volume(config.persist_to)), config.run)
+        if config.storage is not None:
+            storage = StorageTier(resources.enter_context(open_volume(config.storage)), config.run)
             if storage.held():
                 return True
     with contextlib.ExitStack() as resources, contextlib.suppress(ShadeError):

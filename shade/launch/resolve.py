@@ -46,7 +46,7 @@ examples:
   %(prog)s bench_cifar10.py /mnt/nfs/cifar10/train -n 4 -g 2 -nr 0 -master_address 10.0.0.1 --nodedist \\
       --host_ip 10.0.0.1 --port_num 7000 -cn 4 -rep 3.0 -wss 0.2
   %(prog)s … --dry-run                                 shows the plan and starts nothing
-  %(prog)s … --checkpoint redis://10.0.0.1:6379 --persist /mnt/nfs/snapshots --checkpoint-every 20
+  %(prog)s … --checkpoint redis://10.0.0.1:6379 --persist-to /mnt/nfs/snapshots --checkpoint-every 20
   %(prog)s --resume                                    resumes the latest run
 
 hit ratio:  grep -c hitting train.log;  grep -c miss train.log
@@ -146,7 +146,7 @@ def parser(prog: str = "runshade.py") -> argparse.ArgumentParser:
 
     add = top.add_argument_group("checkpoints").add_argument
     add("--checkpoint", metavar="URL", help="store whose memory takes snapshots; it must outlive the run (none)")
-    add("--persist", metavar="DIR", help="durable storage for them, a path or URL (DIR/checkpoints of --out)")
+    add("--persist-to", metavar="DIR", help="durable storage for them, a path or URL (DIR/checkpoints of --out)")
     every = "50 (steps), 30s, 5m, 2%% or never (30s, if the strategy has no other)"
     add(*_ours("checkpoint_every"), metavar="SPEC", help=every)
     add(*_ours("checkpoint_keep"), metavar="SPEC", help="last=2,every=1000,best=val_loss … (last=2)")
@@ -231,10 +231,10 @@ def resolve(args: argparse.Namespace, directory: Path) -> tuple[RunConfig, Store
     if stores.checkpoint is not None:
         chosen["checkpoint"] = str(StoreURL.parse(stores.checkpoint))
     variables = "fsspec reads it from variables, such as AWS_SECRET_ACCESS_KEY or FSSPEC_SFTP_PASSWORD"
-    _check_no_login("--persist", chosen.get("persist"), variables)
+    _check_no_login("--persist-to", chosen.get("persist_to"), variables)
     _check_no_login("--notice", chosen.get("notice"), "a notice is no secret")
-    if "://" not in (chosen.get("persist") or "://"):
-        chosen["persist"] = str((directory / Path(chosen["persist"]).expanduser()).resolve())
+    if "://" not in (chosen.get("persist_to") or "://"):
+        chosen["persist_to"] = str((directory / Path(chosen["persist_to"]).expanduser()).resolve())
     if chosen.get("nodes", 1) == 1 and "master_port" not in typed:
         chosen["master_port"] = 0
     config = RunConfig(**chosen)

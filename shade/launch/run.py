@@ -250,7 +250,7 @@ def describe(config: RunConfig, content: str) -> str:
     data set holds."""
     plan = {"data": content} | {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     plan["master_port"] = config.master_port or "any that is free"
-    plan |= {name: shown_place(plan[name]) for name in ("persist", "notice") if name in plan}
+    plan |= {name: shown_place(plan[name]) for name in ("persist_to", "notice") if name in plan}
     plan["cache"] = f"{config.cache}  ({config.working_set_fraction:.0%} of the data set)"
     width = max(map(len, plan))
     lines = [

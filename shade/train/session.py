@@ -328,7 +328,7 @@ class TrainSession:
 
 _FLAGS = {"nodes": "-n", "processes": "-g", "working_set_fraction": "-wss", "replication_factor": "-rep"}
 """What is typed for settings whose flag has another name."""
-_PLACES = ("val_paths", "cache", "checkpoint", "persist")
+_PLACES = ("val_paths", "cache", "checkpoint", "persist_to")
 """Settings that may name other places on other machines, but must be there on all or on none."""
 _OWN = (
     *("out", "script", "train_paths", "node_rank", "master_address", "master_port", "master_socket", "workers", "disk"),

@@ -48,7 +48,7 @@ class Snapshots:
         """Whether the run resumes from a snapshot. Machine 0 decides, because it sees them."""
         self._checkpointer = Checkpointer(
             config.checkpoint_url,
-            persist_to=config.persist_to,
+            persist_to=config.storage,
             run=run,
             strategy=config.checkpoint_strategy,
             every=config.checkpoint_every,

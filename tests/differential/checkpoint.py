@@ -332,7 +332,7 @@ def damage(script: Script, place: Path, run: str) -> None:
         content + b"{}" if script.damage == "appended" else content[: len(content) * (path.suffix != ".json")]
     )
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-        code = command(["checkpoint", "verify", "all", "--persist", str(place), "--run", run])
+        code = command(["checkpoint", "verify", "all", "--persist-to", str(place), "--run", run])
     if code != 1:
         raise Differs(f"verify after damage to {path.name}: exit code {code} {said.getvalue()}")
 

@@ -20,11 +20,11 @@ def check(tally: Tally) -> None:
 
 
 def test_a_drawn_script_in_one_process_is_as_in_plain_pytorch() -> None:
-    check(search(ALONE, 60, 1))
+    check(search(ALONE, 30, 1))
 
 
 def test_a_drawn_script_with_a_cached_first_step_is_as_in_plain_pytorch() -> None:
-    check(search(PREFIXED, 60, 1))
+    check(search(PREFIXED, 30, 1))
 
 
 @pytest.mark.redis

@@ -185,7 +185,7 @@ def check(job: Job, num_lives: int, *, keeps_durable: bool = True) -> list[Told]
         pytest.param(1, "copy", None, marks=pytest.mark.slow),
         (2, "overlap", None),
         pytest.param(2, "asymmetric", None, marks=pytest.mark.slow),
-        (2, "asymmetric", "zstd"),
+        pytest.param(2, "asymmetric", "zstd", marks=pytest.mark.slow),
         pytest.param(2, "pccheck", None, marks=pytest.mark.slow),
     ],
 )

@@ -29,7 +29,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if name not in ("SHADE_CHECKPOINT", "SHADE_PERSIST")}
+    given = {name: value for name, value in os.environ.items() if name not in ("SHADE_CHECKPOINT", "SHADE_PERSIST_TO")}
     return given | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SHADE_VENV": sys.prefix, "TMPDIR": str(tmp_path)}
 
 

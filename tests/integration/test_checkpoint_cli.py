@@ -75,7 +75,7 @@ def keep_in_memory(store: Store, step: int, run: str = "vgg", *, flushed: bool =
 def keep_in_both(store: Store, url: str, folder: Path, step: int) -> Path:
     """The same snapshot in the store and in storage; its data file."""
     keep_in_memory(store, step)
-    assert main(["checkpoint", "flush", url, "--persist", str(folder), "--run", "vgg", "--once"]) == 0
+    assert main(["checkpoint", "flush", url, "--persist-to", str(folder), "--run", "vgg", "--once"]) == 0
     return folder / "vgg" / f"step-{step:010d}" / "rank-0.safetensors"
 
 
@@ -136,16 +136,16 @@ class TestHelp:
         ("line", "named"),
         [
             ("list", "--store"),
-            ("list --persist {folder}", "snapshots"),
-            ("verify x --persist {folder}", "'x'"),
-            ("restore 10 --to a.xyz --persist {folder}", ".safetensors"),
-            ("restore --to a.pt --persist {folder}", "STEP"),
-            ("import {folder} --format dcp --run a --persist {folder}", "nothing at"),
-            ("import x.pt --step -1 --run a --persist {folder}", "--step"),
-            ("flush redis://127.0.0.1:1 --persist {folder}", "127.0.0.1"),
-            ("flush {url} --persist {folder} --keep lats=3", "lats"),
-            ("flush {url} --persist {folder} --until-ended", "--run"),
-            ("flush {url} --persist /proc/nowhere", "/proc/nowhere"),
+            ("list --persist-to {folder}", "snapshots"),
+            ("verify x --persist-to {folder}", "'x'"),
+            ("restore 10 --to a.xyz --persist-to {folder}", ".safetensors"),
+            ("restore --to a.pt --persist-to {folder}", "STEP"),
+            ("import {folder} --format dcp --run a --persist-to {folder}", "nothing at"),
+            ("import x.pt --step -1 --run a --persist-to {folder}", "--step"),
+            ("flush redis://127.0.0.1:1 --persist-to {folder}", "127.0.0.1"),
+            ("flush {url} --persist-to {folder} --keep lats=3", "lats"),
+            ("flush {url} --persist-to {folder} --until-ended", "--run"),
+            ("flush {url} --persist-to /proc/nowhere", "/proc/nowhere"),
             ("list --store redis://127.0.0.1:1", "127.0.0.1"),
             ("list --store rdis://a", "rdis"),
             ("frobnicate", "frobnicate"),
@@ -168,14 +168,14 @@ class TestList:
     def test_it_tells_where_each_lies(self, store: Store, url: str, folder: Path, capsys: Capture) -> None:
         keep_in_both(store, url, folder, 10)
         keep_in_memory(store, 20)
-        code, out, err = shade(capsys, "list", "--store", url, "--persist", folder)
+        code, out, err = shade(capsys, "list", "--store", url, "--persist-to", folder)
         assert (code, err) == (0, "")
         rows = [line.split() for line in out.splitlines()[3:]]
         assert [row[0] for row in rows] == ["20", "10"]
         assert "to flush" in out.splitlines()[3]
         assert "durable" in out.splitlines()[4]
         assert out.splitlines()[4].endswith("cluster memory, storage")
-        code, out, _ = shade(capsys, "list", "--store", url, "--persist", folder, "--json")
+        code, out, _ = shade(capsys, "list", "--store", url, "--persist-to", folder, "--json")
         facts = json.loads(out)
         assert [(each["step"], each["state"], len(each["locations"])) for each in facts] == [
             (20, "to flush", 1),
@@ -185,17 +185,17 @@ class TestList:
     def test_several_runs_want_a_name(self, folder: Path, capsys: Capture) -> None:
         keep_in_folder(folder, 10, run="a")
         keep_in_folder(folder, 20, run="b")
-        code, _, err = shade(capsys, "list", "--persist", folder)
+        code, _, err = shade(capsys, "list", "--persist-to", folder)
         assert code == 2
         assert "a, b" in err
         assert "--run" in err
-        code, out, _ = shade(capsys, "list", "--persist", folder, "--run", "b")
+        code, out, _ = shade(capsys, "list", "--persist-to", folder, "--run", "b")
         assert code == 0
         assert "run b" in out
 
     def test_a_silent_place_is_told_and_the_rest_is_shown(self, folder: Path, capsys: Capture) -> None:
         keep_in_folder(folder, 10)
-        code, out, err = shade(capsys, "list", "--store", "redis://127.0.0.1:1", "--persist", folder, "--run", "vgg")
+        code, out, err = shade(capsys, "list", "--store", "redis://127.0.0.1:1", "--persist-to", folder, "--run", "vgg")
         assert code == 1
         assert "cluster memory cannot be read" in err
         assert err.count("\n") == 1
@@ -205,19 +205,19 @@ class TestList:
 
     def test_show_names_what_is_in_it(self, folder: Path, capsys: Capture) -> None:
         keep_in_folder(folder, 10)
-        code, out, _ = shade(capsys, "show", "10", "--persist", folder)
+        code, out, _ = shade(capsys, "show", "10", "--persist-to", folder)
         assert code == 0
         assert "model/weight" in out
         assert "12.0 MB" in out
         assert "optimizer" in out
-        code, out, _ = shade(capsys, "show", "10", "--persist", folder, "--json")
+        code, out, _ = shade(capsys, "show", "10", "--persist-to", folder, "--json")
         assert code == 0
         assert "model/weight" in json.loads(out)["manifests"][0]["tensors"]
         assert (
-            shade(capsys, "show", "newest", "--persist", folder)[:2]
-            == shade(capsys, "show", "10", "--persist", folder)[:2]
+            shade(capsys, "show", "newest", "--persist-to", folder)[:2]
+            == shade(capsys, "show", "10", "--persist-to", folder)[:2]
         )
-        code, out, err = shade(capsys, "show", "11", "--persist", folder)
+        code, out, err = shade(capsys, "show", "11", "--persist-to", folder)
         assert (code, out) == (1, "")
         assert "there are: 10" in err
 
@@ -227,7 +227,7 @@ class TestDamage:
 
     def test_a_sound_one_is_sound(self, folder: Path, capsys: Capture) -> None:
         keep_in_folder(folder, 10)
-        code, out, err = shade(capsys, "verify", "--persist", folder)
+        code, out, err = shade(capsys, "verify", "--persist-to", folder)
         assert (code, err) == (0, "")
         assert "sound" in out
         assert "1 snapshot, 0 damaged" in out
@@ -239,7 +239,7 @@ class TestDamage:
         data = keep_in_both(store, url, folder, 10)
         before = data.read_bytes()
         flip(data, len(before) - 5_000_000)
-        code, out, _ = shade(capsys, "verify", "10", "--store", url, "--persist", folder)
+        code, out, _ = shade(capsys, "verify", "10", "--store", url, "--persist-to", folder)
         assert code == 1
         bad = [line for line in out.splitlines() if "storage," in line]
         assert len(bad) == 1
@@ -247,10 +247,10 @@ class TestDamage:
         assert "rank 0" in bad[0]
         assert "sound" in next(line for line in out.splitlines() if "cluster memory," in line)
         assert data.read_bytes() != before
-        code, _, _ = shade(capsys, "repair", "10", "--store", url, "--persist", folder)
+        code, _, _ = shade(capsys, "repair", "10", "--store", url, "--persist-to", folder)
         assert code == 0
         assert data.read_bytes() == before
-        assert shade(capsys, "verify", "10", "--store", url, "--persist", folder)[0] == 0
+        assert shade(capsys, "verify", "10", "--store", url, "--persist-to", folder)[0] == 0
 
     @pytest.mark.redis
     def test_a_key_that_is_gone_is_named_and_mended_from_storage(
@@ -260,14 +260,14 @@ class TestDamage:
         key = chunk_keys(store)[1]
         (before,) = store.get_many([key])
         store.delete_many([key])
-        code, out, _ = shade(capsys, "verify", "10", "--store", url, "--persist", folder, "--json")
+        code, out, _ = shade(capsys, "verify", "10", "--store", url, "--persist-to", folder, "--json")
         assert code == 1
         (fact,) = json.loads(out)
         assert {place["tier"]: place["chunks"] for place in fact["locations"]} == {
             "cluster memory": {"0": [1]},
             "storage": {},
         }
-        assert shade(capsys, "scrub", "--store", url, "--persist", folder)[0] == 0
+        assert shade(capsys, "scrub", "--store", url, "--persist-to", folder)[0] == 0
         assert store.get_many([key]) == [before]
 
     @pytest.mark.redis
@@ -278,7 +278,7 @@ class TestDamage:
         store.delete_many([chunk_keys(store)[0]])
         flip(data, data.stat().st_size - 100)
         to = tmp_path / "state.pt"
-        code, out, _ = shade(capsys, "restore", "10", "--to", to, "--store", url, "--persist", folder)
+        code, out, _ = shade(capsys, "restore", "10", "--to", to, "--store", url, "--persist-to", folder)
         assert code == 0
         assert str(to) in out
         assert equal(torch.load(to, weights_only=True), STATE)
@@ -291,7 +291,7 @@ class TestDamage:
         store.delete_many([chunk_keys(store)[0]])
         flip(data, data.stat().st_size - 12_000_000)
         to = tmp_path / "state.pt"
-        where = ("--store", url, "--persist", str(folder))
+        where = ("--store", url, "--persist-to", str(folder))
         code, out, err = shade(capsys, "restore", "10", "--to", to, *where)
         assert (code, out) == (1, "")
         assert "chunk 0 of rank 0" in err
@@ -304,11 +304,11 @@ class TestDamage:
     def test_a_truncated_file_and_a_lost_manifest_are_named(self, folder: Path, capsys: Capture) -> None:
         data = keep_in_folder(folder, 10)
         data.write_bytes(data.read_bytes()[:-1])
-        code, out, _ = shade(capsys, "verify", "--persist", folder)
+        code, out, _ = shade(capsys, "verify", "--persist-to", folder)
         assert code == 1
         assert "1 chunk" in out
         (data.parent / "rank-0.json").unlink()
-        code, out, _ = shade(capsys, "verify", "--persist", folder)
+        code, out, _ = shade(capsys, "verify", "--persist-to", folder)
         assert code == 1
         assert "manifest of rank 0" in out
 
@@ -319,12 +319,12 @@ class TestDamage:
         data = keep_in_folder(folder, 10)
         before = data.read_bytes()
         data.write_bytes(before[:20] + b"XX" + before[22:] if damage == "header" else before + b"more")
-        code, out, _ = shade(capsys, "verify", "--persist", folder)
+        code, out, _ = shade(capsys, "verify", "--persist-to", folder)
         assert code == 1
         assert "header or length of the file of rank 0" in out
-        code, out, _ = shade(capsys, "verify", "--persist", folder, "--json")
+        code, out, _ = shade(capsys, "verify", "--persist-to", folder, "--json")
         assert [place["files"] for place in json.loads(out)[0]["locations"]] == [[0]]
-        assert shade(capsys, "scrub", "--persist", folder)[0] == 0
+        assert shade(capsys, "scrub", "--persist-to", folder)[0] == 0
         assert data.read_bytes() == before
 
     @pytest.mark.parametrize("verb", [["verify", "all"], ["verify"], ["verify", "10"], ["scrub"]])
@@ -332,7 +332,7 @@ class TestDamage:
         keep_in_folder(folder, 10)
         data = keep_in_folder(folder, 20)
         (data.parent / "commit.json").write_bytes(b"")
-        code, out, _ = shade(capsys, *verb, "--persist", folder)
+        code, out, _ = shade(capsys, *verb, "--persist-to", folder)
         assert code == 1
         assert "step-0000000020: its record cannot be read" in out
         assert "2 snapshots, 1 damaged" in out
@@ -341,7 +341,7 @@ class TestDamage:
         keep_in_folder(folder, 10)
         data = keep_in_folder(folder, 20)
         flip(data.parent / "commit.json", 40)
-        code, out, err = shade(capsys, "list", "--persist", folder)
+        code, out, err = shade(capsys, "list", "--persist-to", folder)
         assert code == 0
         assert "step-0000000020" in err
         assert "20" not in out.split()
@@ -356,12 +356,12 @@ class TestMove:
     def test_there_and_back_again(self, form: str, name: str, folder: Path, tmp_path: Path, capsys: Capture) -> None:
         keep_in_folder(folder, 10)
         to = tmp_path / name
-        assert shade(capsys, "export", "newest", "--to", to, "--format", form, "--persist", folder)[0] == 0
-        code, out, _ = shade(capsys, "import", to, "--step", "30", "--run", "new", "--persist", folder)
+        assert shade(capsys, "export", "newest", "--to", to, "--format", form, "--persist-to", folder)[0] == 0
+        code, out, _ = shade(capsys, "import", to, "--step", "30", "--run", "new", "--persist-to", folder)
         assert code == 0
         assert "step 30 of run new" in out
         back = tmp_path / "back.pt"
-        assert shade(capsys, "restore", "30", "--to", back, "--run", "new", "--persist", folder)[0] == 0
+        assert shade(capsys, "restore", "30", "--to", back, "--run", "new", "--persist-to", folder)[0] == 0
         assert equal(torch.load(back, weights_only=True), STATE)
 
     def test_one_thing_alone_is_as_its_library_expects_it(self, folder: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -369,16 +369,16 @@ class TestMove:
 
         keep_in_folder(folder, 10)
         to = tmp_path / "model.safetensors"
-        assert shade(capsys, "restore", "10", "--to", to, "--only", "model", "--persist", folder)[0] == 0
+        assert shade(capsys, "restore", "10", "--to", to, "--only", "model", "--persist-to", folder)[0] == 0
         assert equal(load_file(to), STATE["model"])
-        assert shade(capsys, "import", to, "--as", "model", "--run", "w", "--persist", folder)[0] == 0
-        assert shade(capsys, "show", "0", "--run", "w", "--persist", folder)[0] == 0
+        assert shade(capsys, "import", to, "--as", "model", "--run", "w", "--persist-to", folder)[0] == 0
+        assert shade(capsys, "show", "0", "--run", "w", "--persist-to", folder)[0] == 0
 
     def test_what_is_there_is_not_overwritten(self, folder: Path, tmp_path: Path, capsys: Capture) -> None:
         keep_in_folder(folder, 10)
         to = tmp_path / "state.pt"
         to.write_text("mine")
-        code, _, err = shade(capsys, "restore", "10", "--to", to, "--persist", folder)
+        code, _, err = shade(capsys, "restore", "10", "--to", to, "--persist-to", folder)
         assert code == 2
         assert "a path that does not exist" in err
         assert to.read_text() == "mine"

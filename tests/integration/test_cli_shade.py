@@ -87,7 +87,7 @@ class TestHelp:
             ("cache up --memroy=8GiB", "--memory"),
             ("doctor --cach redis://h", "--cache"),
             ("checkpoint verfy", "verify"),
-            ("checkpoint list --perist x", "--persist"),
+            ("checkpoint list --perist x", "--persist-to"),
             ("run s.py data --epoch 3", "--epochs"),
             ("run s.py data -wws 0.2", "-wss"),
             ("run s.py data --on-bad-sample skpi", "skip"),

@@ -50,7 +50,7 @@ def test_ranks_do_not_change_the_order(pictures: str, whole: Outcome, tmp_path: 
     assert found == whole.steps
 
 
-@pytest.mark.parametrize("stop", [1, 7, 10, 23, 30])
+@pytest.mark.parametrize("stop", [1, 23, *(pytest.param(each, marks=pytest.mark.slow) for each in (7, 10, 30))])
 @pytest.mark.parametrize(
     ("before", "after"),
     [((1, 0), (2, 2)), ((2, 0), (1, 4)), ((2, 1), (2, 0))],

@@ -186,7 +186,7 @@ def reference(pictures: Path) -> Outcome:
         {"workers": 4, "context": "fork"},
         {"workers": 2, "context": "fork", "persistent": True},
         {"workers": 1, "context": "spawn", "persistent": True},
-        {"workers": 1, "context": "forkserver", "persistent": True},
+        pytest.param({"workers": 1, "context": "forkserver", "persistent": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

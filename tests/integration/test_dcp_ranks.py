@@ -71,7 +71,7 @@ def test_two_ranks_one_rank_two_ranks(tmp_path: Path) -> None:
         assert run(tmp_path, world_size, verb) == [0] * world_size, told(tmp_path)
     assert_same(state(tmp_path, "saved.pt"), state(tmp_path, "loaded-3.pt"))
     assert_same(state(tmp_path, "saved.pt"), state(tmp_path, "loaded-13.pt"))
-    places = ["--persist", str(tmp_path / "volume")]
+    places = ["--persist-to", str(tmp_path / "volume")]
     assert main(["checkpoint", "export", "23", "--to", str(tmp_path / "model.pt"), "--format", "torch", *places]) == 0
     assert_same(state(tmp_path, "saved.pt")["model"], state(tmp_path, "model.pt")["model"])
 

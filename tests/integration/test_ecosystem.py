@@ -99,7 +99,7 @@ def test_an_example_ends_and_leaves_nothing(name: str, ranks: int, closes: bool,
 # ── torchdata ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(0, 0, marks=pytest.mark.slow), (2, 1)])
 @pytest.mark.parametrize(
     "stop", [pytest.param(7, marks=pytest.mark.slow), 33, pytest.param(50, marks=pytest.mark.slow)]
 )
@@ -135,7 +135,9 @@ def test_what_a_loader_restores_is_what_training_goes_on_with(tmp_path: Path) ->
             training.close()
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 3])
+@pytest.mark.parametrize(
+    "epochs", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("is_next", [False, True], ids=["the saved epoch said", "the next one said"])
 def test_a_state_between_two_epochs_is_followed_by_the_next(
@@ -168,7 +170,12 @@ def few(monkeypatch: pytest.MonkeyPatch, example: ModuleType, name: str = "make_
 
 @pytest.mark.parametrize(
     ("saved", "before", "after"),
-    [("loader", 0, 0), ("loader", 2, 1), ("sampler", 0, 2), ("sampler", 2, 0)],
+    [
+        pytest.param("loader", 0, 0, marks=pytest.mark.slow),
+        ("loader", 2, 1),
+        ("sampler", 0, 2),
+        pytest.param("sampler", 2, 0, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_stateful_loader_stopped_at_any_step(

@@ -107,7 +107,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", ["dropped", "raised", *(pytest.param(each, marks=pytest.mark.slow) for each in ("held", "forked"))]
+)
 @pytest.mark.parametrize("width", [8, pytest.param(700, marks=pytest.mark.slow)])
 def test_what_a_script_saves_in_its_last_line_is_in_storage(end: str, width: int, tmp_path: Path) -> None:
     run = f"exit-{tmp_path.name}"
@@ -123,7 +125,7 @@ def test_what_a_script_saves_in_its_last_line_is_in_storage(end: str, width: int
 
 
 @pytest.mark.parametrize(
-    "sampler", [pytest.param(name, marks=[pytest.mark.slow] if "Sampler" not in name else []) for name in LOOP]
+    "sampler", [pytest.param(name, marks=[pytest.mark.slow] if name != "ShadeSampler" else []) for name in LOOP]
 )
 def test_a_loop_on_two_ranks_that_closes_nothing(sampler: str, tmp_path: Path) -> None:
     script = tmp_path / "loop.py"

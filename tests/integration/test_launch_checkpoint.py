@@ -135,7 +135,7 @@ def test_with_both_the_flusher_brings_what_a_killed_run_left_in_the_store_to_sto
     undisturbed: Path, data: Path, server: LocalServer, tmp_path: Path
 ) -> None:
     url, persist = f"unix://{server.socket_path}", tmp_path / "kept"
-    killed = Killed(tmp_path, data, "--checkpoint", url, "--persist", "kept")
+    killed = Killed(tmp_path, data, "--checkpoint", url, "--persist-to", "kept")
     with open_volume(str(persist)) as volume:
         storage = StorageTier(volume, killed.config.run)
         wait_for(lambda: any(record.step == SAVED for record in storage.held().values()))
@@ -152,7 +152,7 @@ def test_two_runs_side_by_side_keep_their_snapshots_apart(data: Path, tmp_path: 
     ids = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        told = run(STREAM, data, *WORDS, "--steps", "2", "--persist", tmp_path / "kept", cwd=tmp_path / name,
+        told = run(STREAM, data, *WORDS, "--steps", "2", "--persist-to", tmp_path / "kept", cwd=tmp_path / name,
                    STREAM_LOG=str(tmp_path / name))  # fmt: skip
         assert told.returncode == 0, told.stderr
         ids.append(RunConfig.load(tmp_path / name / "out" / "run.json").run)

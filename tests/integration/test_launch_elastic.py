@@ -175,7 +175,7 @@ def test_a_machine_that_comes_back_is_taken_in(tmp_path: Path) -> None:
     def started(number: int, *more: str) -> subprocess.Popen[str]:
         words = f"{STREAM} {data} -n 2 -nr {number} -g 1 -master_address 127.0.0.1 -master_port {port} --nodedist "
         words += f"--cache none --sampling uniform --epochs 60 --batch_size {BATCH} --workers 0 "
-        words += f"--min_nodes 1 --restarts 3 --out {tmp_path / 'out'} --persist {tmp_path / 'snapshots'}"
+        words += f"--min_nodes 1 --restarts 3 --out {tmp_path / 'out'} --persist-to {tmp_path / 'snapshots'}"
         place = tmp_path / f"{number}{len(more)}"
         place.mkdir()
         return start(*words.split(), *more, cwd=place, STREAM_LOG=str(log), STREAM_PAUSE="0.2")

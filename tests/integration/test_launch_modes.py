@@ -79,7 +79,9 @@ def train(data: Path, script: ModuleType, tmp_path: Path, monkeypatch: pytest.Mo
     torch.set_rng_state(generator)
 
 
-@pytest.mark.parametrize("policy", ONLINE)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(each, marks=[] if each in ("plan", "shade") else pytest.mark.slow) for each in ONLINE]
+)
 def test_every_policy_that_a_run_may_use(policy: str, train: Train) -> None:
     first, second = train(policy=policy)
     assert (first["samples"], first["hits"], second["store_errors"]) == (48, 0, 0)

@@ -66,7 +66,13 @@ def test_the_launchers_of_several_machines_need_a_cache_in_common(tmp_path: Path
     assert "a cache that all machines reach" in told.stderr
 
 
-@pytest.mark.parametrize("typed", ["--seed 5", "--gradient threshold-v", "--val_paths data"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--seed 5",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("--gradient threshold-v", "--val_paths data")),
+    ],
+)
 def test_machines_that_typed_other_flags_are_told_which_and_write_nothing(typed: str, tmp_path: Path) -> None:
     data = make_images(tmp_path / "data")
     (port,) = free_ports(1)

@@ -237,4 +237,4 @@ def test_the_launcher_takes_what_the_task_gives_it() -> None:
         script, SKYPILOT_NUM_NODES="3", SKYPILOT_NODE_RANK="1", first="10.0.0.1", cache="redis+cluster://10.0.0.1:7000"
     )
     assert (given.nodes, given.nr, given.master_address) == (3, 1, "10.0.0.1")
-    assert given.persist == "s3://my-runs/snapshots"
+    assert given.persist_to == "s3://my-runs/snapshots"

@@ -63,7 +63,7 @@ class Trial:
         self.model = torch.nn.Linear(1, 1)
         self.model.register_buffer("ballast", torch.zeros(ballast))
         config = RunConfig(
-            "out", "s.py", ("d",), checkpoint=url, persist=str(persist) if persist else None, checkpoint_every=every
+            "out", "s.py", ("d",), checkpoint=url, persist_to=str(persist) if persist else None, checkpoint_every=every
         )
         self.snapshots = Snapshots(config, {"sampler": self.sampler, "model": self.model}, self.cache)
         self.steps = 0

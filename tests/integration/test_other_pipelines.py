@@ -71,7 +71,10 @@ class FileReads:
 # ── torchdata's nodes ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("stop", "threads"), [(13, 3), (25, 3), (33, 0), (50, 3)])
+@pytest.mark.parametrize(
+    ("stop", "threads"),
+    [*(pytest.param(each, 3, marks=pytest.mark.slow) for each in (13, 25)), (33, 0), (50, 3)],
+)
 def test_a_loader_of_nodes_continues_in_mid_epoch(stop: int, threads: int) -> None:
     """Stopped in an epoch, and right after its last step; the state comes from threads that read ahead."""
     nodes = example("torchdata_nodes", "torchdata")

@@ -226,7 +226,7 @@ def test_acute_begins_again_while_a_rank_still_ends(tmp_path: Path) -> None:
 
     def act(rank: int, say: Say) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-        options = {"persist": str(tmp_path), "model_name": f"ranks-{tmp_path.name}"}
+        options = {"persist_to": str(tmp_path), "model_name": f"ranks-{tmp_path.name}"}
         _, node, _ = shade.init_acute(**options)
         node.save({"seen": torch.arange(3) + rank, "epoch": 1})
         node.wait_durable(30)

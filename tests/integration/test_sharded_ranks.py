@@ -98,7 +98,7 @@ def test_a_split_snapshot_is_read_as_one(tmp_path: Path) -> None:
     model = new_model(seed=1)
     assert load_weights(model, persist_to=tmp_path / "volume", run="split").step == 0
     assert all(torch.equal(each, weights[name]) for name, each in model.named_parameters())
-    places = ["--persist", str(tmp_path / "volume"), "--run", "split"]
+    places = ["--persist-to", str(tmp_path / "volume"), "--run", "split"]
     assert main(["checkpoint", "verify", "all", *places]) == 0
     words = ["checkpoint", "export", "0", "--to", str(tmp_path / "model.pt"), "--format", "torch", "--only", "model"]
     assert main([*words, *places]) == 0

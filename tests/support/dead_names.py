@@ -92,7 +92,7 @@ def documented(root: Path) -> Iterator[tuple[str, int, str]]:
         prose = FENCED.sub(lambda block: "\n" * block[0].count("\n"), path.read_text(encoding="utf-8"))
         yield str(path.relative_to(root)), 1, prose
     for path in sorted((root / "shade").rglob("*.py")):
-        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
+        for node in nodes(parsed(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)

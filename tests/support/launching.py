@@ -112,8 +112,8 @@ def stream_of(log: Path, ranks: int) -> dict[int, list[int]]:
 def snapshots(out: Path) -> list[Commit]:
     """What a run can be resumed from, newest first: in shared memory and in the run directory."""
     config = RunConfig.load(out / "run.json")
-    assert config.persist_to is not None
-    with open_volume(config.persist_to) as volume:
+    assert config.storage is not None
+    with open_volume(config.storage) as volume:
         memory = memory_folder(config, None)
         near = {} if memory is None else own_records(memory, config.run)
         held = [*near.values(), *StorageTier(volume, config.run).held().values()]

@@ -61,6 +61,7 @@ class ClassSize:
     """What `attributes` finds."""
 
 
+@functools.cache
 def class_sizes(package: Path) -> list[ClassSize]:
     """Returns the size of every class, nested ones too."""
     return [
@@ -71,7 +72,8 @@ def class_sizes(package: Path) -> list[ClassSize]:
     ]
 
 
-def attributes(node: ast.ClassDef) -> set[str]:
+@functools.cache
+def attributes(node: ast.ClassDef) -> frozenset[str]:
     """Returns what an object of a class keeps, as far as the class itself says.
 
     These are the names that a method assigns on its first argument, whatever the statement, and the fields that the
@@ -85,7 +87,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
                 found.add(statement.target.id)
         elif isinstance(statement, Function) and statement.args.args:
             found |= _assigned_on(statement.args.args[0].arg, statement)
-    return found
+    return frozenset(found)
 
 
 def _assigned_on(owner: str, node: ast.AST) -> set[str]:
@@ -139,10 +141,13 @@ def _foreign_arguments(tree: ast.Module) -> set[tuple[str, int]]:
     found = set()
     for function in nodes(tree):
         if isinstance(function, Function):
+            names = []
             for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
                 words = set(re.findall(r"\w+", ast.unparse(argument.annotation) if argument.annotation else "Any"))
                 if not classes & words and words.isdisjoint({"Any", "Self"}):
-                    found |= {(argument.arg, id(node)) for node in ast.walk(function)}
+                    names.append(argument.arg)
+            if names:
+                found |= {(name, id(node)) for node in ast.walk(function) for name in names}
     return found
 
 

@@ -90,7 +90,7 @@ def test_costs_are_measured_where_snapshots_go(tmp_path: Path, capsys: Capture) 
     made, kept = tmp_path / "made.csv", tmp_path / "costs.json"
     words = ["--mtbf", "2h", "--length", "10d", "--make-trace", str(made)]
     with LocalServer() as server:
-        places = ["--persist", str(tmp_path / "ckpt"), "--store", server.url.reveal()]
+        places = ["--persist-to", str(tmp_path / "ckpt"), "--store", server.url.reveal()]
         measured = ["--state", "100MB", "--step", "0.2s", "--save-costs", str(kept)]
         assert main([*words, *places, *measured, "--strategy", "overlap"]) == 0
     assert told(capsys)[1][0] == "overlap"

@@ -45,9 +45,9 @@ from shade.rank_group import current_group
 from shade.storage import open_volume
 from shade.store import StoreURL, open_store
 
-PERSIST: Final = "SHADE_PERSIST"
-"""Environment variable: path or URL of durable storage, if ``args`` has no ``persist``."""
-DEFAULT_PERSIST: Final = "checkpoints"
+PERSIST_TO: Final = "SHADE_PERSIST_TO"
+"""Environment variable: path or URL of durable storage, if ``args`` has no ``persist_to``."""
+DEFAULT_STORAGE: Final = "checkpoints"
 """Folder under the working directory, if no other is given."""
 LEAST_SLOTS: Final = 2
 LATEST: Final = "latest"
@@ -71,7 +71,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "snapshot_path": None,
     "starting_epoch": 1,
     "store": None,
-    "persist": None,
+    "persist_to": None,
 }
 """Attributes of ``args`` that are used, with their defaults."""
 
@@ -109,7 +109,7 @@ class RemoteNode:
         """Command for the memory node, unless the trainers start the flusher on theirs; empty without a store."""
         if self.store is None:
             return ""
-        return f"shade checkpoint flush {self.store} --persist {self.persist_to} --run {self.run}"
+        return f"shade checkpoint flush {self.store} --persist-to {self.persist_to} --run {self.run}"
 
     def is_serving(self) -> bool:
         """Returns whether a flusher serves the run; raises StoreError if the store does not answer."""
@@ -189,7 +189,7 @@ def init_acute(args: argparse.Namespace | None = None, **overrides: Any) -> tupl
         args: Object with the original's attributes, all optional: ``training_master_addr``, ``training_master_port``,
             ``remote_buffer_size``, ``shard_size``, ``model_name``, ``file_name_include_datetime``,
             ``file_save_in_dictionary``, ``snapshot_path``, ``starting_epoch``; and ``store``, the URL of the memory
-            node (else SHADE_CHECKPOINT), and ``persist``, durable storage (else SHADE_PERSIST, else ./checkpoints).
+            node (else SHADE_CHECKPOINT), and ``persist_to``, storage (else SHADE_PERSIST_TO, else ./checkpoints).
             Its ``starting_epoch`` is set to the first one to train.
         **overrides: The same by keyword; they take precedence.
 
@@ -286,13 +286,13 @@ def _open(given: Mapping[str, Any]) -> tuple[TrainNode, RemoteNode]:
     if slots < LEAST_SLOTS and dist.get_rank() == 0:
         logger.warning("remote_buffer_size %d is taken as 2: one slot is filled while another holds a snapshot", slots)
     store = given["store"] or os.environ.get(CHECKPOINT_URL)
-    persist = str(given["persist"] or os.environ.get(PERSIST) or DEFAULT_PERSIST)
+    persist_to = str(given["persist_to"] or os.environ.get(PERSIST_TO) or DEFAULT_STORAGE)
     if given["file_save_in_dictionary"]:
-        persist = f"{persist.rstrip('/')}/{given['model_name']}"
+        persist_to = f"{persist_to.rstrip('/')}/{given['model_name']}"
     dated = bool(given["file_name_include_datetime"])
-    run = _run_id(str(given["model_name"]), dated, given["snapshot_path"], store, persist)
+    run = _run_id(str(given["model_name"]), dated, given["snapshot_path"], store, persist_to)
     checkpointer = StateDictCheckpointer(
-        store, persist_to=persist, run=run, slots=max(LEAST_SLOTS, slots), keep="all" if dated else "last=2"
+        store, persist_to=persist_to, run=run, slots=max(LEAST_SLOTS, slots), keep="all" if dated else "last=2"
     )
     try:
         starting_epoch = _restore_named(checkpointer, given["snapshot_path"], int(given["starting_epoch"]))
@@ -301,17 +301,17 @@ def _open(given: Mapping[str, Any]) -> tuple[TrainNode, RemoteNode]:
         raise
     # What is shown to the user must not hold the password.
     shown = None if store is None else str(StoreURL.parse(store))
-    return TrainNode(checkpointer, starting_epoch), RemoteNode(shown, shown_place(persist), run)
+    return TrainNode(checkpointer, starting_epoch), RemoteNode(shown, shown_place(persist_to), run)
 
 
-def _run_id(name: str, dated: bool, snapshot_path: str | None, store: str | None, persist: str) -> str:
+def _run_id(name: str, dated: bool, snapshot_path: str | None, store: str | None, persist_to: str) -> str:
     """Returns the model's name; with a date: the newest such run to resume, or a new one. Collective."""
     if not dated:
         return name
     # Each rank's clock may give another second, so rank 0's choice is shared.
     chosen = name + time.strftime(_DATE)
     if dist.get_rank() == 0 and snapshot_path == LATEST:
-        with open_volume(persist) as volume:
+        with open_volume(persist_to) as volume:
             found = set(runs_in_volume(volume))
         if store is not None:
             with open_store(store) as opened:

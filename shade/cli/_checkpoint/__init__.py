@@ -31,17 +31,17 @@ VERBS: Final[tuple[Verb, ...]] = (
 _DESCRIPTION: Final = "Snapshots of training runs, in shared memory, in a cluster's memory and in durable storage."
 _EXAMPLES: Final = """\
 examples:
-  shade checkpoint list --persist /mnt/ckpt
-  shade checkpoint list --persist /mnt/ckpt --store redis://10.0.0.1:6379
-  shade checkpoint verify all --persist /mnt/ckpt
-  shade checkpoint repair 1200 --persist /mnt/ckpt --store redis://10.0.0.1:6379
-  shade checkpoint restore 1200 --to model.safetensors --only model --persist /mnt/ckpt
-  shade checkpoint flush redis://10.0.0.1:6379 --persist /mnt/ckpt
+  shade checkpoint list --persist-to /mnt/ckpt
+  shade checkpoint list --persist-to /mnt/ckpt --store redis://10.0.0.1:6379
+  shade checkpoint verify all --persist-to /mnt/ckpt
+  shade checkpoint repair 1200 --persist-to /mnt/ckpt --store redis://10.0.0.1:6379
+  shade checkpoint restore 1200 --to model.safetensors --only model --persist-to /mnt/ckpt
+  shade checkpoint flush redis://10.0.0.1:6379 --persist-to /mnt/ckpt
   shade checkpoint free
   shade checkpoint prune
 
 where to look, for most verbs:
-  --persist URL   durable storage: a path, s3://bucket/path, …
+  --persist-to URL   durable storage: a path, s3://bucket/path, …
   --store URL     a cluster's memory; its password is read from SHADE_REDIS_PASSWORD
   --run ID        needed only if there are several runs
 

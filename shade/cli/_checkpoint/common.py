@@ -87,7 +87,7 @@ def add_locations(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the locations to look."""
     where = parser.add_argument_group("where to look")
     where.add_argument("--store", metavar="URL", help="a cluster's memory, as redis+cluster://host:7000")
-    where.add_argument("--persist", metavar="URL", help="durable storage: a path, s3://bucket/path, …")
+    where.add_argument("--persist-to", metavar="URL", help="durable storage: a path, s3://bucket/path, …")
     where.add_argument("--run", metavar="ID", help="id of the run (default: the only run there)")
 
 
@@ -102,15 +102,15 @@ def opened(given: argparse.Namespace, *, shared_memory: bool = False) -> Iterato
     from shade.storage import open_volume
     from shade.store import open_store
 
-    if given.store is None and given.persist is None:
-        raise ConfigError.of("where to look", "neither --store nor --persist", "name at least one")
+    if given.store is None and given.persist_to is None:
+        raise ConfigError.of("where to look", "neither --store nor --persist-to", "name at least one")
     with contextlib.ExitStack() as resources:
         resources.enter_context(_warnings_once())
         store = volume = None
         if given.store is not None:
             store = resources.enter_context(open_store(given.store, timeout_seconds=TIMEOUT_SECONDS))
-        if given.persist is not None:
-            volume = resources.enter_context(open_volume(given.persist))
+        if given.persist_to is not None:
+            volume = resources.enter_context(open_volume(given.persist_to))
         run = given.run or _only_run(store, volume)
         memory = storage = None
         partial = False
@@ -183,7 +183,7 @@ def _shared_memory(run: str, given: argparse.Namespace) -> list[Tier]:
     from shade.checkpoint._tiers import identity
 
     # What another storage's run has left under this id is not asked for.
-    name = identity.find(run, given.store, given.persist)
+    name = identity.find(run, given.store, given.persist_to)
     return [SharedMemoryTier(run, 0, identity=name)] if name and (own_folder(run) / name).is_dir() else []
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _LIST_EXAMPLES: Final = """\
 examples:
-  shade checkpoint list --persist /mnt/ckpt
-  shade checkpoint list --store redis://10.0.0.1:6379 --persist /mnt/ckpt --run vgg
-  shade checkpoint list --persist s3://bucket/ckpt --json
+  shade checkpoint list --persist-to /mnt/ckpt
+  shade checkpoint list --store redis://10.0.0.1:6379 --persist-to /mnt/ckpt --run vgg
+  shade checkpoint list --persist-to s3://bucket/ckpt --json
 
 This machine's shared memory is read as well.
 
@@ -34,9 +34,9 @@ exit code: 0; 1 if a named location does not answer
 """
 _SHOW_EXAMPLES: Final = """\
 examples:
-  shade checkpoint show 1200 --persist /mnt/ckpt
-  shade checkpoint show 1200 --persist /mnt/ckpt --tensors 50 --depth 3
-  shade checkpoint show 1200 --persist /mnt/ckpt --json     the commit record and every manifest
+  shade checkpoint show 1200 --persist-to /mnt/ckpt
+  shade checkpoint show 1200 --persist-to /mnt/ckpt --tensors 50 --depth 3
+  shade checkpoint show 1200 --persist-to /mnt/ckpt --json     the commit record and every manifest
 """
 
 

@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 _VERIFY_EXAMPLES: Final = """\
 examples:
-  shade checkpoint verify --persist /mnt/ckpt               the newest
-  shade checkpoint verify all --persist /mnt/ckpt --store redis://10.0.0.1:6379
-  shade checkpoint verify 1200 --persist /mnt/ckpt --json
+  shade checkpoint verify --persist-to /mnt/ckpt               the newest
+  shade checkpoint verify all --persist-to /mnt/ckpt --store redis://10.0.0.1:6379
+  shade checkpoint verify 1200 --persist-to /mnt/ckpt --json
 
 Reads every byte of every copy and compares it with what was committed; changes nothing.
 exit code: 0 all intact; 1 damage, or no snapshot; 2 the command could not be carried out
 """
 _REPAIR_EXAMPLES: Final = """\
 examples:
-  shade checkpoint repair 1200 --persist /mnt/ckpt --store redis://10.0.0.1:6379
+  shade checkpoint repair 1200 --persist-to /mnt/ckpt --store redis://10.0.0.1:6379
 
 What is damaged or missing in one copy is written again from another copy or another location.
 exit code: 0 all intact now; 1 something is lost in every copy, or there is no snapshot
 """
 _SCRUB_EXAMPLES: Final = """\
 examples:
-  shade checkpoint scrub --persist /mnt/ckpt --store redis://10.0.0.1:6379
-  0 3 * * * shade checkpoint scrub --persist /mnt/ckpt      every night, from cron
+  shade checkpoint scrub --persist-to /mnt/ckpt --store redis://10.0.0.1:6379
+  0 3 * * * shade checkpoint scrub --persist-to /mnt/ckpt      every night, from cron
 
 Verifies and repairs every snapshot, newest first.
 exit code: 0 all intact now; 1 something is lost in every copy

@@ -20,9 +20,9 @@ FORMATS: Final = ("safetensors", "torch", "dcp")
 _SUFFIXES: Final = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", "": "dcp"}
 _RESTORE_EXAMPLES: Final = """\
 examples:
-  shade checkpoint restore 1200 --to state.pt --persist /mnt/ckpt
-  shade checkpoint restore 1200 --to model.safetensors --only model --persist /mnt/ckpt --store redis://10.0.0.1:6379
-  shade checkpoint restore newest --to folder --persist /mnt/ckpt
+  shade checkpoint restore 1200 --to state.pt --persist-to /mnt/ckpt
+  shade checkpoint restore 1200 --to model.safetensors --only model --persist-to /mnt/ckpt --store redis://10.0.0.1:6379
+  shade checkpoint restore newest --to folder --persist-to /mnt/ckpt
 
 The suffix chooses the format: .safetensors; .pt, .pth and .bin for torch.load; none for a folder of
 torch.distributed.checkpoint. Every byte is verified; what is damaged in one location is read from another.
@@ -30,16 +30,16 @@ exit code: 0 done; 1 damaged in every location, or missing; 2 the command could 
 """
 _EXPORT_EXAMPLES: Final = """\
 examples:
-  shade checkpoint export 1200 --to model.safetensors --format safetensors --only model --persist /mnt/ckpt
-  shade checkpoint export newest --to folder --format dcp --persist s3://bucket/ckpt
+  shade checkpoint export 1200 --to model.safetensors --format safetensors --only model --persist-to /mnt/ckpt
+  shade checkpoint export newest --to folder --format dcp --persist-to s3://bucket/ckpt
 
 Like restore, with an explicit format.
 exit code: 0 done; 1 damaged in every location, or missing; 2 the command could not be carried out
 """
 _IMPORT_EXAMPLES: Final = """\
 examples:
-  shade checkpoint import model.safetensors --as model --run vgg --persist /mnt/ckpt
-  shade checkpoint import state.pt --step 1200 --run vgg --persist /mnt/ckpt
+  shade checkpoint import model.safetensors --as model --run vgg --persist-to /mnt/ckpt
+  shade checkpoint import state.pt --step 1200 --run vgg --persist-to /mnt/ckpt
 
 Without --as the file must contain a dict by the names of attached objects: model, optimizer, …
 Nothing in the file is executed.
@@ -47,10 +47,10 @@ exit code: 0 done; 1 the file is damaged; 2 the command could not be carried out
 """
 _FLUSH_EXAMPLES: Final = """\
 examples:
-  shade checkpoint flush redis://10.0.0.1:6379 --persist /mnt/ckpt
-  shade checkpoint flush redis+cluster://10.0.0.1:7000 --persist s3://bucket/ckpt --keep last=3,every=1000,best=val_loss
-  shade checkpoint flush redis://10.0.0.1:6379 --persist /mnt/ckpt --run vgg --once
-  shade checkpoint flush unix:///run/redis.sock --persist /mnt/ckpt 2>> flusher.log &
+  shade checkpoint flush redis://10.0.0.1:6379 --persist-to /mnt/ckpt
+  shade checkpoint flush redis+cluster://10.0.0.1:7000 --persist-to s3://bucket/ckpt --keep last=3,best=val_loss
+  shade checkpoint flush redis://10.0.0.1:6379 --persist-to /mnt/ckpt --run vgg --once
+  shade checkpoint flush unix:///run/redis.sock --persist-to /mnt/ckpt 2>> flusher.log &
 
 Run it on the memory node: then what trainers have committed becomes durable, whatever happens to them. The newest
 snapshot is written first. A store or storage that fails is tried again until it is back. The command may be killed at
@@ -135,7 +135,7 @@ def _restore_sharded(given: argparse.Namespace, locations: Locations, step: int,
     from shade.checkpoint._interchange.export import save_state
     from shade.checkpoint.dcp import ShadeReader
 
-    with ShadeReader(given.store, persist_to=given.persist, run=locations.run, step=step) as reader:
+    with ShadeReader(given.store, persist_to=given.persist_to, run=locations.run, step=step) as reader:
         state = gather_state(reader)
     if given.only is not None:
         if given.only not in state:
@@ -154,7 +154,9 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=int, default=0, help="optimizer steps that it has done (0)")
     parser.add_argument("--run", required=True, metavar="ID", help="run whose newest snapshot it becomes")
-    parser.add_argument("--persist", required=True, metavar="URL", help="durable storage: a path, s3://bucket/path, …")
+    parser.add_argument(
+        "--persist-to", required=True, metavar="URL", help="durable storage: a path, s3://bucket/path, …"
+    )
 
 
 def _import(given: argparse.Namespace) -> int:
@@ -171,7 +173,7 @@ def _import(given: argparse.Namespace) -> int:
     elif not isinstance(state, dict):
         raise ConfigError.of("a dict of attached objects", type(state).__name__, "name the object, as in --as model")
     with (
-        open_volume(given.persist) as volume,
+        open_volume(given.persist_to) as volume,
         RunLock(volume, given.run),
     ):  # a run that begins sweeps what has no record
         record = import_state(state, StorageTier(volume, given.run), given.run, given.step)
@@ -207,7 +209,9 @@ IMPORT: Final = Verb(
 
 def _flush_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", metavar="URL", help="the cluster; its password is read from SHADE_REDIS_PASSWORD")
-    parser.add_argument("--persist", metavar="URL", required=True, help="durable storage: a path, s3://bucket/path, …")
+    parser.add_argument(
+        "--persist-to", metavar="URL", required=True, help="durable storage: a path, s3://bucket/path, …"
+    )
     parser.add_argument(
         "--run", metavar="ID", help="that run only (every run in the store that no other flusher serves)"
     )
@@ -222,7 +226,7 @@ def _flush(given: argparse.Namespace) -> int:
     from shade.checkpoint._format.retention import DEFAULT
 
     return flush(
-        given.store, given.persist, given.run, given.keep or DEFAULT, once=given.once, until_ended=given.until_ended
+        given.store, given.persist_to, given.run, given.keep or DEFAULT, once=given.once, until_ended=given.until_ended
     )
 
 

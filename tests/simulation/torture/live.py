@@ -58,7 +58,7 @@ class Where:
     """The places under torture; None: not there."""
 
     store: str | None
-    persist: str | None
+    persist_to: str | None
     run: str
 
     @contextlib.contextmanager
@@ -69,10 +69,10 @@ class Where:
             if self.store is not None:
                 servers = resources.enter_context(open_store(self.store, timeout_seconds=_TIMEOUT_SECONDS))
                 servers.ping()
-                memory = MemoryTier(servers, self.run, flushed=self.persist is not None)
+                memory = MemoryTier(servers, self.run, flushed=self.persist_to is not None)
                 resources.callback(memory.close)
-            if self.persist is not None:
-                storage = StorageTier(open_volume(self.persist), self.run)
+            if self.persist_to is not None:
+                storage = StorageTier(open_volume(self.persist_to), self.run)
                 resources.callback(storage.close)
             yield memory, storage, servers
 
@@ -182,8 +182,8 @@ def _remove(where: Where) -> None:
     with where.opened() as (_, _, servers):
         if servers is not None:
             servers.delete_many(list(servers.scan(f"shade:checkpoint:{where.run}:")))
-    if where.persist is not None:
-        with open_volume(where.persist) as volume:
+    if where.persist_to is not None:
+        with open_volume(where.persist_to) as volume:
             volume.delete_many(volume.list(f"{where.run}/"))
             volume.sweep(f"{where.run}/")
 
@@ -194,7 +194,7 @@ def _remove(where: Where) -> None:
 def main() -> None:
     """One of them; what it shall be comes on standard input, as addresses may hold passwords."""
     told: dict[str, Any] = json.loads(sys.stdin.readline())
-    where = Where(told["store"], told["persist"], told["run"])
+    where = Where(told["store"], told["persist_to"], told["run"])
     with where.opened() as (memory, storage, _):
         if told["role"] == "saver":
             _save(where.run, memory, storage, told["first"])

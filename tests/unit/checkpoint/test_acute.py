@@ -34,7 +34,7 @@ def begin(tmp_path: Path, name: str) -> Iterator[Callable[..., TrainNode]]:
 
     def make(args: argparse.Namespace | None = None, **overrides: Any) -> TrainNode:
         shade.destroy_acute()
-        given = {"persist": str(tmp_path / "store"), "model_name": name, **overrides}
+        given = {"persist_to": str(tmp_path / "store"), "model_name": name, **overrides}
         return shade.init_acute(args, **given)[1]
 
     yield make
@@ -246,7 +246,7 @@ def test_what_cannot_be_saved_is_named(begin: Callable[..., TrainNode]) -> None:
 
 
 def test_dash_is_the_same_under_its_name(tmp_path: Path, name: str) -> None:
-    communicator, node, remote = shade.init_dash(persist=str(tmp_path), model_name=name)
+    communicator, node, remote = shade.init_dash(persist_to=str(tmp_path), model_name=name)
     assert (communicator.rank, communicator.world_size) == (0, 1)
     assert (remote.run, remote.store, remote.command, remote.is_serving()) == (name, None, "", False)
     communicator.barrier()
@@ -268,7 +268,7 @@ def test_mpiruns_variables_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch.delenv(variable)
     for variable, value in (("RANK", "0"), ("SIZE", "1"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{variable}", value)
-    communicator, _, _ = shade.init_acute(persist=str(tmp_path), model_name=name, training_master_port="0")
+    communicator, _, _ = shade.init_acute(persist_to=str(tmp_path), model_name=name, training_master_port="0")
     assert communicator.world_size == 1
     shade.destroy_acute()
 

@@ -116,6 +116,27 @@ def test_a_run_goes_on_as_if_it_had_never_ended(
         assert (random.random(), np.random.random()) == numbers
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Rprop, torch.optim.ASGD])
+def test_a_save_before_the_first_step_leaves_the_optimizer_new(begin: Callable[..., Checkpointer], kind: Any) -> None:
+    # PyTorch's get_optimizer_state_dict steps it with zero gradients and rate 0; these three then train otherwise.
+    def made() -> Training:
+        training = Training()
+        training.optimizer = kind(training.model.parameters())
+        return training
+
+    undisturbed = losses(made(), 3)
+    saved = made()
+    with begin(saved) as checkpointer:
+        assert not checkpointer.restore_latest()
+        checkpointer.save()
+        checkpointer.wait_durable()
+        assert losses(saved, 3) == undisturbed
+    restored = made()
+    with begin(restored) as checkpointer:
+        assert checkpointer.restore_latest()
+        assert losses(restored, 3) == undisturbed
+
+
 def test_steps_are_counted_and_saved_when_due(begin: Callable[..., Checkpointer]) -> None:
     training = Training()
     with begin(training, every=3, keep="all") as checkpointer:

@@ -172,11 +172,11 @@ def test_the_tools_see_it_like_any_other(
 ) -> None:
     dcp.save(state_of(1), storage_writer=writer, checkpoint_id="4")
     writer.close()
-    assert main(["checkpoint", "list", "--persist", str(tmp_path)]) == 0
+    assert main(["checkpoint", "list", "--persist-to", str(tmp_path)]) == 0
     assert " 4 " in capsys.readouterr().out
-    assert main(["checkpoint", "verify", "4", "--persist", str(tmp_path)]) == 0
+    assert main(["checkpoint", "verify", "4", "--persist-to", str(tmp_path)]) == 0
     spoil(tmp_path)
-    assert main(["checkpoint", "verify", "4", "--persist", str(tmp_path)]) == 1
+    assert main(["checkpoint", "verify", "4", "--persist-to", str(tmp_path)]) == 1
 
 
 def spoil(folder: Path, rank: int = 0) -> None:

@@ -168,10 +168,10 @@ def test_what_cannot_be_is_refused_in_one_line_with_a_cure(line: str, here: Path
 @pytest.mark.parametrize(
     "line",
     [
-        "--persist s3://key:hunter2@bucket/x",
-        "--persist s3://bucket/x?secret=hunter2",
-        "--persist s3://key:hunter2",
-        "--persist sftp://me:p?hunter2@h/x",
+        "--persist-to s3://key:hunter2@bucket/x",
+        "--persist-to s3://bucket/x?secret=hunter2",
+        "--persist-to s3://key:hunter2",
+        "--persist-to sftp://me:p?hunter2@h/x",
         "--notice http://me:hunter2@h/x",
     ],
 )
@@ -179,7 +179,7 @@ def test_a_password_that_run_json_would_keep_is_refused_and_not_repeated(line: s
     with pytest.raises(ConfigError, match="without a login") as refused:
         come_to(f"s.py data {line}", here)
     assert "hunter2" not in str(refused.value)
-    cured = "--notice http://h/x" if "notice" in line else "--persist sftp://me@h/x"
+    cured = "--notice http://h/x" if "notice" in line else "--persist-to sftp://me@h/x"
     assert cured.split()[1] in vars(come_to(f"s.py data {cured}", here)[0]).values()
 
 

@@ -45,7 +45,7 @@ BOTH_SPELLINGS = [
     ("out", "d", ["--out"]),
     ("resume", "d", ["--resume"]),
     ("checkpoint", "redis://h", ["--checkpoint"]),
-    ("persist", "d", ["--persist"]),
+    ("persist_to", "d", ["--persist-to"]),
     ("checkpoint_every", "2%", ["--checkpoint-every", "--checkpoint_every"]),
     ("checkpoint_keep", "last=3,best=val_loss", ["--checkpoint-keep", "--checkpoint_keep"]),
     ("checkpoint_strategy", "copy", ["--checkpoint-strategy", "--checkpoint_strategy"]),

@@ -95,7 +95,7 @@ def test_undo_keeps_a_snapshot_in_shared_memory_and_takes_buffers_without_one(he
     for name, is_there in (("kept", True), ("empty", False)):
         config = config_of(tmp_path / name)
         place = Workspace(config, here)
-        with open_volume(str(config.persist_to)) as volume:
+        with open_volume(str(config.storage)) as volume:
             identity.of_storage(volume, config.run, make=True)
         memory = memory_folder(config, None)
         assert memory is not None

@@ -185,8 +185,9 @@ class ShadeReader(StorageReader):
 
 
 class _NoMetadata(Metadata):
-    """Says to the planner why there is none: of what `read_metadata` raises, PyTorch 2.10 says "metadata is None", and
-    newer ones only quote it."""
+    """Says to the planner why there is none."""
+
+    # Of what `read_metadata` raises, PyTorch 2.10 says no more than "metadata is None", and newer ones only quote it.
 
     def __init__(self, reason: ShadeError) -> None:
         self._reason = reason

@@ -187,7 +187,7 @@ class ShadeReader(StorageReader):
 class _NoMetadata(Metadata):
     """Says to the planner why there is none."""
 
-    # Of what `read_metadata` raises, PyTorch 2.10 says no more than "metadata is None", and newer ones only quote it.
+    # PyTorch 2.10 drops the error of `read_metadata`: "metadata is None". Newer versions quote it.
 
     def __init__(self, reason: ShadeError) -> None:
         self._reason = reason

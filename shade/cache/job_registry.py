@@ -169,20 +169,23 @@ class JobRegistry:
         return SharedCacheView(living, left)
 
     def join(self) -> int:
-        """Takes the lowest slot that no living job has, and returns it.
+        """Takes the lowest slot that no living job has, else the lowest that one only looks after, and returns it.
 
         Raises StoreError if the store does not answer, and ConfigError if all slots are taken.
         """
         while True:
             view = self.look()
-            slot = next((slot for slot in range(MAX_JOBS) if slot not in view.living), None)
+            free = [slot for slot in range(MAX_JOBS) if slot not in view.living]
+            # Jobs that begin and leave one after the other, as cells do, would each look after the slots of all before.
+            looked_after = [slot for slot, record in sorted(view.living.items()) if slot != record.home]
+            slot = next(iter(free + looked_after), None)
             if slot is None:
                 raise ConfigError.of(f"at most {MAX_JOBS} jobs on one cache", MAX_JOBS + 1, "give the others another")
             self.record = replace(self.record, home=slot)
             content = {self._record_keys[slot]: self.record.to_bytes()}
-            # A left slot goes to the job that writes last; the other finds a foreign name at its next beat and gives
+            # Such a slot goes to the job that writes last; the other finds a foreign name at its next beat and gives
             # up what it had there.
-            if slot in view.left:
+            if slot in view.left or slot in view.living:
                 self._store.set_many(content)
                 return slot
             # An empty slot goes to the one job whose record was added.

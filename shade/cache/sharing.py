@@ -198,7 +198,8 @@ class Sharing:
         return sum(record.claim_bytes for record in (*view.others(self._registry.owner).values(), *view.left.values()))
 
     def _inherit(self, mine: list[int]) -> None:
-        """Counts the entries in slots that this job has taken over."""
+        """Counts the entries in slots that this job has taken over, and forgets those that it has lost."""
+        self._inherited = [slot for slot in self._inherited if slot in mine[1:]]
         for slot in mine[1:] if self._rank == 0 else []:
             if slot not in self._inherited:
                 self._cache.inherit(slot)

@@ -83,27 +83,25 @@ def _shuffle(order_K: Any, start: Any, stop: Any, key: Any) -> None:
 
 
 @compiled
-def _mark(pair_N: Any, start_M: Any, class_N: Any, end_C: Any, key: Any, line_K: Any) -> Any:
-    """Shuffles bucket after bucket, and writes the marked samples to ``line_K``; returns how many they are.
+def _mark(sample_N: Any, unit_N: Any, start_M: Any, class_N: Any, end_C: Any, key: Any) -> Any:
+    """Shuffles bucket after bucket, and moves the marked samples to the front; returns how many they are.
 
-    An element of ``pair_N`` is a sample and above it, from bit 32 on, its probability. ``line_K`` may be the same
-    memory, since nothing is written beyond what was read. ``end_C`` is where each class stands on the line, in units,
-    so that its multiples of ``ONE`` are the marks.
+    ``end_C`` is where each class stands on the line, in units, so that its multiples of ``ONE`` are the marks.
     """
     num_marked = np.int64(0)
     for bucket in range(len(start_M) - 1):
         start, stop = start_M[bucket], start_M[bucket + 1]
         for position in range(stop - 1, start, -1):
             other = start + _below(position - start + 1, key, position)
-            pair_N[position], pair_N[other] = pair_N[other], pair_N[position]
+            sample_N[position], sample_N[other] = sample_N[other], sample_N[position]
+            unit_N[position], unit_N[other] = unit_N[other], unit_N[position]
         for position in range(start, stop):
-            pair = pair_N[position]
-            sample = pair & np.int64(0xFFFFFFFF)
+            sample = sample_N[position]
             group = np.int64(class_N[sample]) if len(class_N) else 0
             # A mark lies within a sample where the multiple of ONE below its end differs from that below its begin.
-            end = end_C[group] + (pair >> 32)
+            end = end_C[group] + np.int64(unit_N[position])
             # Without a branch, which the processor would guess wrongly half of the time.
-            line_K[num_marked] = sample
+            sample_N[num_marked] = sample
             num_marked += np.int64(end >> _BITS > end_C[group] >> _BITS)
             end_C[group] = end
     return num_marked
@@ -144,15 +142,16 @@ def _units(start: Any, inclusion: Any, rest: Any, unit_B: Any) -> Any:
 
 
 @compiled
-def _scatter_units(inclusion: Any, key: Any, shift: Any, at_M: Any, pair_N: Any) -> None:
-    """Sends each sample and its probability to its bucket of ``pair_N``; moves ``at_M`` there."""
+def _scatter_units(inclusion: Any, key: Any, shift: Any, at_M: Any, sample_N: Any, unit_N: Any) -> None:
+    """Sends each sample and its probability to its bucket; moves ``at_M`` there."""
     unit_B, rest = np.empty(_BLOCK, np.uint32), np.int64(inclusion[7])
-    for start in range(0, len(pair_N), _BLOCK):
-        size = min(_BLOCK, len(pair_N) - start)
+    for start in range(0, len(sample_N), _BLOCK):
+        size = min(_BLOCK, len(sample_N) - start)
         rest = _units(start, inclusion, rest, unit_B[:size])
         for position in range(size):
             bucket = np.int64(_mixed(key, start + position) >> shift)
-            pair_N[at_M[bucket]] = np.int64(unit_B[position]) << 32 | (start + position)
+            sample_N[at_M[bucket]] = start + position
+            unit_N[at_M[bucket]] = unit_B[position]
             at_M[bucket] += 1
 
 
@@ -344,15 +343,15 @@ def draw(inclusion: Inclusion, streams: dict[str, np.random.Generator]) -> Order
     bucket_key, key = _keys(streams["arrange"])
     num = len(inclusion.score_N)
     shift, start_M = _buckets(num, bucket_key)
-    pair_N = np.empty(num, dtype=np.int64)
-    _scatter_units(tuple(inclusion), bucket_key, shift, start_M[:-1].copy(), pair_N)
+    sample_N, unit_N = np.empty(num, dtype=np.int32), np.empty(num, dtype=np.uint32)
+    _scatter_units(tuple(inclusion), bucket_key, shift, start_M[:-1].copy(), sample_N, unit_N)
     size_C = inclusion.class_sizes()
     # Each class where those before it end, the classes in a random order of their own.
     ranked_C = streams["ties"].permutation(len(size_C))
     end_C = np.empty_like(size_C)
     end_C[ranked_C] = np.cumsum(size_C[ranked_C]) - size_C[ranked_C]
     end_C += ONE - 1 - int(streams["start"].integers(ONE))
-    num_marked = int(_mark(pair_N, start_M, inclusion.class_N, end_C, key, pair_N.view(np.int32)))
+    num_marked = int(_mark(sample_N, unit_N, start_M, inclusion.class_N, end_C, key))
     assert num_marked * ONE == size_C.sum(), "each unit of probability was passed once"
-    pair_N.resize((num_marked + 1) // 2, refcheck=False)  # gives memory back before more is needed
-    return permuted(pair_N.view(np.int32)[:num_marked], streams["shuffle"])
+    del unit_N  # before more memory is needed
+    return permuted(sample_N[:num_marked], streams["shuffle"])

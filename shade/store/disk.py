@@ -23,6 +23,7 @@ import logging
 import os
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import quote
 
@@ -74,6 +75,22 @@ _abandoned: list[DiskFiles] = []
 """Files of a parent process: a child closes none of them, since SQLite's locks belong to processes."""
 
 
+def _abandon(files_by_process: dict[int, DiskFiles]) -> None:
+    _abandoned.extend(files_by_process.values())
+    files_by_process.clear()
+
+
+def _close(files_by_process: dict[int, DiskFiles], entered: list[int]) -> None:
+    """Closes what this process opened, at `close` or as the store is collected."""
+    while entered:
+        os.close(entered.pop())
+    files = files_by_process.pop(os.getpid(), None)
+    _abandon(files_by_process)
+    if files is not None:
+        with files.lock:
+            files.close()
+
+
 @STORES.register("disk")
 class DiskStore(Store):
     """A folder of a local disk.
@@ -102,6 +119,7 @@ class DiskStore(Store):
         self._opening = threading.Lock()
         self._opener = os.getpid()
         self._entered: list[int] = []
+        weakref.finalize(self, _close, self._files_by_process, self._entered).atexit = False
 
     def __reduce__(self) -> tuple[type[DiskStore], tuple[StoreURL, float]]:
         return type(self), (self._url, self._timeout_seconds)
@@ -113,8 +131,7 @@ class DiskStore(Store):
         # A forked child has none of its parent's threads, one of which may have held the lock.
         if process != self._opener:
             self._opening, self._opener = threading.Lock(), process
-            _abandoned.extend(self._files_by_process.values())
-            self._files_by_process = {}
+            _abandon(self._files_by_process)
         files = self._files_by_process.get(process)
         if files is not None and not files.is_gone:
             return files
@@ -315,9 +332,4 @@ class DiskStore(Store):
     @override
     def close(self) -> None:
         self._closed = True
-        while self._entered:
-            os.close(self._entered.pop())
-        files = self._files_by_process.pop(os.getpid(), None)
-        if files is not None:
-            with files.lock:
-                files.close()
+        _close(self._files_by_process, self._entered)

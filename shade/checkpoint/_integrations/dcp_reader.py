@@ -98,9 +98,12 @@ class ShadeReader(StorageReader):
             self.step = step_of(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
-        """Returns DCP's metadata of the snapshot. Raises CheckpointError if there is none, or CorruptCheckpointError if
-        a rank's tree is lost in every copy."""
-        self._saved = _SavedState(self._tiers(), *self._choose())
+        """Returns DCP's metadata of the snapshot. To look into it raises CheckpointError if there is none, or
+        CorruptCheckpointError if a rank's tree is lost in every copy."""
+        try:
+            self._saved = _SavedState(self._tiers(), *self._choose())
+        except ShadeError as error:
+            return _NoMetadata(error)
         return self._saved.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -179,6 +182,18 @@ class ShadeReader(StorageReader):
         cure = "see shade checkpoint list; what Checkpointer saved, Checkpointer restores"
         wanted = f"a snapshot{which} saved through DCP"
         raise CheckpointError.of(wanted, silent or f"none in run {self._run!r}", cure)
+
+
+class _NoMetadata(Metadata):
+    """Says to the planner why there is none."""
+
+    # PyTorch 2.10 drops the error of `read_metadata`: "metadata is None". Newer versions quote it.
+
+    def __init__(self, reason: ShadeError) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._reason
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,20 @@ def test_there_is_an_end_to_it(store: Store, clock: ManualClock) -> None:
         job(store, clock).beat()
 
 
+def test_jobs_that_come_one_after_the_other_are_never_too_many(store: Store, clock: ManualClock) -> None:
+    """As cells of a notebook are: each begins before the last one leaves, and looks after what that one had."""
+    last = job(store, clock)
+    last.beat()
+    for _ in range(3 * MAX_JOBS):
+        following = job(store, clock)
+        following.beat()
+        last.leave()
+        view = following.beat()
+        assert {record.owner for record in view.living.values()} == {following.owner}
+        assert view.slots_of(following.owner)[0] == following.record.home
+        last = following
+
+
 def test_an_unreadable_record_has_no_owner(store: Store, clock: ManualClock) -> None:
     store.set_many({slot_keys("data", 0).counter_key("job-0"): b"[1]"})
     assert JobRecord.parse(b"{}") is None

@@ -27,6 +27,7 @@ from shade.checkpoint._tiers.tier import Shard
 from shade.checkpoint.dcp import ShadeReader, ShadeWriter
 from shade.cli import main
 from shade.errors import (
+    CheckpointError,
     ConfigError,
     CorruptCheckpointError,
     RunInUseError,
@@ -331,8 +332,9 @@ def test_a_store_that_does_not_answer_is_found_by_the_first_save() -> None:
 
 def test_no_snapshot_and_one_of_another_kind(tmp_path: Path) -> None:
     for asked in (None, 4):
-        with pytest.raises(CheckpointException, match="saved through DCP"):
+        with pytest.raises(CheckpointException, match="saved through DCP") as failure:
             dcp.load(state_of(2), storage_reader=reader_of(tmp_path, asked))
+        assert isinstance(reason(failure), CheckpointError)  # and no AssertionError of DCP's that quotes it
     with Checkpointer(persist_to=str(tmp_path), run=RUN) as checkpointer:
         checkpointer.attach(model=torch.nn.Linear(2, 2))
         checkpointer.save()

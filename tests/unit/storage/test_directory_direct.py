@@ -141,10 +141,10 @@ class Reads:
         self.direct_bytes = self.cached_bytes = 0
         real_open, real_read = os.open, os.preadv
 
-        def open_(path: str, flags: int, *rest: int) -> int:
+        def open_(path: str, flags: int, *rest: int, **folder: int) -> int:
             if refuse == "open" and flags & os.O_DIRECT:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            return real_open(path, flags, *rest)
+            return real_open(path, flags, *rest, **folder)
 
         def preadv(file: int, buffers: list[memoryview], offset: int) -> int:
             is_direct = bool(directory.fcntl.fcntl(file, directory.fcntl.F_GETFL) & os.O_DIRECT)

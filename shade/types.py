@@ -112,7 +112,7 @@ class StepReport:
     exchange_seconds: float
     """Time in collectives, from the first byte sent to the last received, hidden behind the compute or not."""
     latency_seconds: float
-    """What the exchange would take without its bytes: its vote, a few bytes, as often as it has rounds."""
+    """Time that the exchange would take without its bytes: that of its vote, a few bytes, as often as it has rounds."""
     wait_seconds: float
     """Time that the training thread waited for the exchange. Near 0: the compute hides the link."""
     bytes_sent: int

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
 
+from gpu.machine import Machine
+
 
 class GPT(nn.Module):
     """Says the next word; the head is the embedding of words, as in GPT-2."""
@@ -30,3 +32,8 @@ class GPT(nn.Module):
             state_BTC = block(state_BTC, src_mask=mask_TT, is_causal=True)
         logits_BTV = linear(self.norm(state_BTC), self.words.weight)
         return cross_entropy(logits_BTV.flatten(0, 1), words_BT[:, 1:].flatten())
+
+
+def gpt_of(machine: Machine) -> GPT:
+    """Returns GPT-2's size on a GPU, and a small one for the stand-in."""
+    return (GPT() if machine.is_gpu else GPT(512, 64, 2, 32)).to(machine.device)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from gpu.gpt import GPT
+from gpu.gpt import gpt_of
 from gpu.loading import make_jpegs
 from gpu.machine import Machine
 from gpu.ranks import on_ranks
@@ -305,7 +305,7 @@ def fsdp2(machine: Machine) -> str:
 def _save_sharded(machine: Machine, folder: str) -> dict[str, float]:
     def begin() -> tuple[Any, Any]:
         torch.manual_seed(0)
-        network = (GPT() if machine.is_gpu else GPT(512, 64, 2, 32)).to(machine.device)
+        network = gpt_of(machine)
         mesh = init_device_mesh(machine.device.type, (dist.get_world_size(),))
         for part in (*network.blocks, network):
             fully_shard(part, mesh=mesh)

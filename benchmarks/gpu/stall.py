@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from gpu.gpt import GPT
+from gpu.gpt import gpt_of
 from gpu.machine import Machine
 from gpu.table import Row, interleaved, rounds, row
 from shade import Checkpointer
@@ -128,7 +128,7 @@ class OfDcp:
 def stall(machine: Machine) -> list[Row]:
     """The rows of one state."""
     torch.manual_seed(0)
-    network = (GPT() if machine.is_gpu else GPT(512, 64, 2, 32)).to(machine.device)
+    network = gpt_of(machine)
     words_BT = torch.randint(0, 512, machine.sized((8, 1024), (2, 32)), device=machine.device)
     optimizer = torch.optim.Adam(network.parameters(), 1e-4)
 

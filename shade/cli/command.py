@@ -29,7 +29,7 @@ examples:
   shade run … --cache redis+cluster://127.0.0.1:7000    and a run that uses it
   shade top http://127.0.0.1:9090                       a live look at what each rank of a run does
   shade report runs/20250101-120000                     writes and shows a run's report again
-  shade checkpoint list --persist-to /mnt/ckpt             what snapshots there are, and where
+  shade checkpoint list --persist-to /mnt/ckpt          what snapshots there are, and where
   shade tune --command=… --metric accuracy              which batch and density train best; see shade tune --help
   shade quality runs/20250101-120000                    which samples have likely a wrong label
   shade simulate runs/20250101-120000 --add-cache 20GiB --add-workers 4

@@ -92,7 +92,9 @@ class Controller:
         self._floor, self._ceiling = floor, max(CEILING, floor)
         ratio = self._ceiling / floor
         steps = [number / _CANDIDATES for number in range(_CANDIDATES)]
-        self._densities: list[float] = [*(floor * ratio**step for step in steps), self._ceiling]
+        densities = [*(floor * ratio**step for step in steps), self._ceiling]
+        self._candidates: list[tuple[float, float]] = [(each, self._curve.at(each)) for each in densities]
+        """Densities, and the progress of a step at each."""
         # A rank that is only disturbed for a moment must not lose all its samples.
         self._limits = tuple(batch_limits) or tuple((-(-size // 4), sum(batch_sizes)) for size in batch_sizes)
         if self.batch_sizes:
@@ -232,20 +234,19 @@ class Controller:
     def _best(self, compute_seconds: float, bytes_per_density: float) -> float:
         """Returns the density with the most progress per second."""
         rates = self._link.rates()
-        seconds = (
-            (self._seconds_at(each, compute_seconds, each * bytes_per_density, rates)) for each in self._densities
-        )
-        return max((self._curve.at(each) / took, each) for each, took in zip(self._densities, seconds, strict=True))[1]
+        return max(
+            (progress / self._seconds_at(density, compute_seconds, density * bytes_per_density, rates), density)
+            for density, progress in self._candidates
+        )[1]
 
     def _seconds_at(
         self, density: float, compute_seconds: float, num_bytes: float, rates: Sequence[tuple[float, float]]
     ) -> float:
         """Returns the expected seconds of a step at a density."""
-        compute, power = self._compute_at(density, compute_seconds), OVERLAP if self._staleness else 1.0
+        power = OVERLAP if self._staleness else 1.0
+        compute = self._compute_at(density, compute_seconds) ** power
         exchanges = ((self._link.fixed_seconds + num_bytes * each, share) for each, share in rates)
-        return math.fsum(
-            share * float((compute**power + exchange**power) ** (1 / power)) for exchange, share in exchanges
-        )
+        return math.fsum(share * float((compute + exchange**power) ** (1 / power)) for exchange, share in exchanges)
 
     def _compute_at(self, density: float, compute_seconds: float) -> float:
         return compute_seconds + density * self._seconds_per_density.value

@@ -1,4 +1,4 @@
-"""What an exchange over the slowest hop takes: seconds that do not depend on its bytes, and seconds per byte.
+"""Estimates the seconds of an exchange over the slowest hop: those that do not depend on its bytes, and those per byte.
 
 Without the fixed part a fast link reads as a slow one: an exchange of few bytes takes as long as one of more, the
 density falls, and bytes and their apparent rate fall with it. It is measured by the exchange's vote, which is small.
@@ -36,9 +36,8 @@ class LinkCost:
 
     def __init__(self) -> None:
         self._fixed, self._per_byte = Smoothed(), Smoothed()
-        self._past: deque[float] = deque(maxlen=HISTORY)
-        """Seconds per byte of the last steps."""
-        self._is_change: deque[bool] = deque(maxlen=HISTORY)
+        self._past: deque[tuple[float, bool]] = deque(maxlen=HISTORY)
+        """Seconds per byte of the last steps, and whether another rate was expected."""
         self._expected: deque[float] = deque(maxlen=DELAY)
         """Seconds per byte with which the steps under way were planned."""
 
@@ -57,27 +56,25 @@ class LinkCost:
         self._fixed.add(min(fixed_seconds, seconds))
         per_byte = max(seconds - self.fixed_seconds, _LEAST_SHARE * seconds) / num_bytes
         if len(self._expected) == DELAY:
-            self._is_change.append(not 1 / CHANGE < per_byte / self._expected[0] < CHANGE)
-            self._past.append(per_byte)
+            self._past.append((per_byte, not 1 / CHANGE < per_byte / self._expected[0] < CHANGE))
         self._per_byte.add(per_byte)
         self._expected.append(self._per_byte.value or per_byte)
 
     def rates(self) -> list[tuple[float, float]]:
         """Returns what the next exchanges may find: seconds per byte, and the probability of each."""
-        present = [(self._per_byte.value or 0.0, 1.0)]
-        changed = sum(self._is_change) / (len(self._is_change) + DOUBT)
+        present, past = self._per_byte.value or 0.0, [rate for rate, _ in self._past]
+        changed = sum(is_change for _, is_change in self._past) / (len(past) + DOUBT)
         if not changed:
-            return present
-        past = quantiles(self._past, n=_PARTS) if len(self._past) > 1 else list(self._past)
-        return [(present[0][0], 1 - changed), *((each, changed / len(past)) for each in past)]
+            return [(present, 1.0)]
+        borders = quantiles(past, n=_PARTS) if len(past) > 1 else past
+        return [(present, 1 - changed), *((each, changed / len(borders)) for each in borders)]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state."""
         return {
             "fixed": self._fixed.state_dict(),
             "per_byte": self._per_byte.state_dict(),
-            "past": list(self._past),
-            "is_change": list(self._is_change),
+            "past": [list(each) for each in self._past],
             "expected": list(self._expected),
         }
 
@@ -85,6 +82,5 @@ class LinkCost:
         """Restores the state."""
         self._fixed.load_state_dict(state["fixed"])
         self._per_byte.load_state_dict(state["per_byte"])
-        self._past = deque(map(float, state["past"]), maxlen=HISTORY)
-        self._is_change = deque(map(bool, state["is_change"]), maxlen=HISTORY)
+        self._past = deque(((float(rate), bool(is_change)) for rate, is_change in state["past"]), maxlen=HISTORY)
         self._expected = deque(map(float, state["expected"]), maxlen=DELAY)

@@ -36,7 +36,7 @@ _LAST = (
 )  # fmt: skip
 """Fields of which the last one stands for the run."""
 _LARGEST = 2.0**63
-"""Of no figure; what is computed from figures is finite."""
+"""Every figure is smaller, so that what is computed from figures is finite."""
 
 
 @dataclass

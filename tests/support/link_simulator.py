@@ -115,7 +115,7 @@ class Cluster:
     seconds_per_density: float = 0.0
     """How much longer compute is at density 1, where selection and merging use the model's processor."""
     latency_seconds: float = 0.0
-    """What an exchange of no bytes takes."""
+    """Seconds of an exchange of no bytes."""
     noise_fraction: float = 0.0
     """Greatest random deviation of compute and bandwidth of each step."""
 

@@ -159,7 +159,7 @@ _Packed: TypeAlias = tuple[Literal["uint8", "uint16", "uint32", "uint64"], Annot
 
 
 class _Header(msgspec.Struct):
-    """What an index says of its shard and of itself."""
+    """Describes an index: its shard, and the arrays in it."""
 
     url: str
     bytes: int

@@ -364,7 +364,8 @@ def _read(directory: Path) -> tuple[StoreURL, list[ServerRecord]]:
         raise ConfigError.of("a directory given to `up`", str(directory), "check the name, or start servers") from None
     cure = "remove it, after ending the servers that it was about"
     with refused_as(ConfigError, f"what `up` wrote in {directory / _STATE}", cure):
-        url_text, servers = msgspec.convert([*json.loads(content).values()], tuple[str, list[ServerRecord]])
+        state = json.loads(content)
+        url_text, servers = msgspec.convert((state["url"], state["servers"]), tuple[str, list[ServerRecord]])
     url = StoreURL.parse(url_text)
     if "@" not in url_text:  # servers without a password; the environment may have one for others
         url = replace(url, username=None, password=None)

@@ -133,6 +133,8 @@ def array_of(content: bytes) -> npt.NDArray[Any]:
         is_first = np.lib.format.read_magic(file) == (1, 0)
         read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read(file)
+        if dtype.hasobject:  # NumPy would follow what the file says as pointers
+            raise ValueError("it holds Python objects; save numbers, or text of one length")
         if not dtype.itemsize and math.prod(shape) > MOST_EMPTY:
             raise ValueError(f"{math.prod(shape)} items of type {dtype.str}")
         return np.ndarray(shape, dtype, content, file.tell(), order="F" if is_fortran else "C").copy("K")

@@ -75,18 +75,18 @@ _abandoned: list[DiskFiles] = []
 """Files of a parent process: a child closes none of them, since SQLite's locks belong to processes."""
 
 
-def _abandon(files_by_process: dict[int, DiskFiles]) -> None:
-    _abandoned.extend(files_by_process.values())
+def _abandon(files_by_process: dict[int, list[DiskFiles]]) -> None:
+    _abandoned.extend(itertools.chain.from_iterable(files_by_process.values()))
     files_by_process.clear()
 
 
-def _close(files_by_process: dict[int, DiskFiles], entered: list[int]) -> None:
+def _close(files_by_process: dict[int, list[DiskFiles]], entered: list[int]) -> None:
     """Closes what this process opened, at `close` or as the store is collected."""
     while entered:
         os.close(entered.pop())
-    files = files_by_process.pop(os.getpid(), None)
+    opened = files_by_process.pop(os.getpid(), [])
     _abandon(files_by_process)
-    if files is not None:
+    for files in opened:
         with files.lock:
             files.close()
 
@@ -115,7 +115,7 @@ class DiskStore(Store):
             cure = f"write disk://{url.path}?capacity=500GiB"
             raise ConfigError.of("a capacity, which bounds what is kept on the disk", self.url, cure)
         self._max_bytes = url.capacity_bytes
-        self._files_by_process: dict[int, DiskFiles] = {}
+        self._files_by_process: dict[int, list[DiskFiles]] = {}
         self._opening = threading.Lock()
         self._opener = os.getpid()
         self._entered: list[int] = []
@@ -132,17 +132,15 @@ class DiskStore(Store):
         if process != self._opener:
             self._opening, self._opener = threading.Lock(), process
             _abandon(self._files_by_process)
-        files = self._files_by_process.get(process)
-        if files is not None and not files.is_gone:
-            return files
+        opened = self._files_by_process.get(process)
+        if opened and not opened[-1].is_gone:
+            return opened[-1]
         with self._opening:
-            files = self._files_by_process.get(process)
-            if files is None or files.is_gone:
-                if files is not None:
-                    # Not closed: another thread may be in the middle of a batch.
-                    _abandoned.append(files)
-                self._files_by_process[process] = files = self._open()
-            return files
+            opened = self._files_by_process.setdefault(process, [])
+            if not opened or opened[-1].is_gone:
+                # What is gone is closed with the store: another thread may be in the middle of a batch.
+                opened.append(self._open())
+            return opened[-1]
 
     def _open(self) -> DiskFiles:
         check_local(self._folder)

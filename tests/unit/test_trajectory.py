@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shade.errors import DataError
 from shade.importance import ImportanceTable
-from shade.trajectory import LossRecorder, Samples, Trajectory
+from shade.trajectory import LossRecorder, Samples, Trajectory, array_of
 from shade.types import Floats
 
 N = 5
@@ -53,6 +55,15 @@ def test_samples_without_names_go_by_their_index(tmp_path: Path) -> None:
     assert Trajectory.load(tmp_path).samples == Samples()
     (tmp_path / "samples.json.gz").write_bytes(b"torn")
     assert Trajectory.load(tmp_path).samples == Samples()
+
+
+@pytest.mark.parametrize("dtype", ["|O", [("a", "<f8"), ("b", "|O")]])
+def test_an_array_of_objects_is_refused(dtype: Any) -> None:
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": (2,)})
+    stream.write(bytes(64))  # NumPy takes a pointer of zeros for None
+    with pytest.raises(ValueError, match="save numbers"):
+        array_of(stream.getvalue())
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY torn", b"PK\x03\x04"])

@@ -100,10 +100,12 @@ class ArrowRows(ShardFormat):
             if schema.names.count(field.name) > 1:
                 got, cure = f"{field.name!r} twice", "rename one of them"
                 raise DataError.of(f"each column of {shown_place(name)} by a name of its own", got, cure)
+            plain = field.type
             try:
-                plain_rows(arrow.table({"": arrow.nulls(1, field.type)}), arrow.schema({"": _plain_column(field.type)}))
-            except arrow.ArrowException as error:
-                cure = f"write the column as {_plain_column(field.type)}"
+                plain = _plain_column(field.type)
+                plain_rows(arrow.table({"": arrow.nulls(1, field.type)}), arrow.schema({"": plain}))
+            except (arrow.ArrowException, KeyError) as error:  # KeyError: a type without a class in Python
+                cure = f"write the column as {'text' if plain == field.type else plain}"
                 got = f"{field.name!r} of type {field.type} ({error})"
                 raise DataError.of(f"columns of {shown_place(name)} that pyarrow can cast", got, cure) from error
         names: list[str] = schema.names
@@ -189,6 +191,8 @@ def _plain(kind: Any) -> Any:
     """Returns the type of the same values of which a slice has its own bytes alone."""
     arrow = pyarrow()
     types = arrow.types
+    if types.is_union(kind) and not kind.num_fields:  # pyarrow would read what is not there
+        raise arrow.ArrowInvalid("a union of no types")
     if types.is_dictionary(kind):
         return _plain(kind.value_type)
     if types.is_string_view(kind):

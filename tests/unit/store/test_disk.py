@@ -226,6 +226,20 @@ def test_processes_with_the_old_files_open_move_to_the_new_ones(store: Store, fo
     assert {path.name.partition(".")[0] for path in folder.iterdir()} == {"1", "1-1", "lock"}
 
 
+def test_replaced_files_are_closed_with_the_store(store: Store, folder: Path) -> None:
+    def opened() -> list[str]:
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        return [path for link in links if os.path.islink(link) and (path := os.readlink(link)).startswith(str(folder))]
+
+    for generation in range(3):
+        store.set_many({"shade:a": b"a" * 1000})
+        disk_files.replace_damaged(str(folder), generation)
+    store.set_many({"shade:a": b"a" * 1000})
+    assert opened()
+    store.close()
+    assert not opened()
+
+
 def test_a_deleted_folder_is_made_again(store: Store, folder: Path) -> None:
     store.set_many({"shade:a": b"a" * 1000})
     shutil.rmtree(folder)

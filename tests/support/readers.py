@@ -197,8 +197,6 @@ class Reader:
     read: Callable[[bytes], Any]
     seed: Callable[[], bytes]
     mutate: Callable[[bytes, random.Random], bytes] = mutated
-    share: float = 1.0
-    """Part of the inputs that it gets: less where another library takes milliseconds."""
     per_byte: int = 64
     """Memory that it may take for each byte of its input, beside `SPARE_BYTES`."""
 
@@ -328,7 +326,7 @@ def servers(data: bytes) -> None:
         service._read(folder)
 
 
-@reader("index of a disk tier", lambda: _disk_index(), share=0.02, per_byte=1 << 20)
+@reader("index of a disk tier", lambda: _disk_index(), per_byte=1 << 20)
 def disk(data: bytes) -> None:
     folder = SCRATCH.folder / f"disk-{random.getrandbits(40):x}"
     folder.mkdir()
@@ -460,7 +458,7 @@ def _parquet() -> bytes:
     return sink.getvalue()
 
 
-@reader("Parquet", _parquet, share=0.2, per_byte=4096)
+@reader("Parquet", _parquet, per_byte=4096)
 def parquet(data: bytes) -> None:
     shard("parquet", data)
 
@@ -560,7 +558,7 @@ def _jpeg() -> bytes:
     return stream.getvalue()
 
 
-@reader("JPEG", _jpeg, share=0.1, per_byte=1 << 20)
+@reader("JPEG", _jpeg, per_byte=1 << 20)
 def jpeg(data: bytes) -> None:
     try:
         decode_rgb(data)
@@ -568,9 +566,7 @@ def jpeg(data: bytes) -> None:
         raise BadSampleError(str(error)) from error
 
 
-@reader(
-    "list of shards of a library", lambda: json.dumps({"_data_files": [{"filename": "a.arrow"}]}).encode(), share=0.2
-)
+@reader("list of shards of a library", lambda: json.dumps({"_data_files": [{"filename": "a.arrow"}]}).encode())
 def library_list(data: bytes) -> None:
     for content in ({"state_json": data}, {"index_json": data.replace(b"_data_files", b"shards")}):
         with reading(**content) as folder:
@@ -721,7 +717,7 @@ def notice(data: bytes) -> bool:
     return True
 
 
-@reader("safetensors of others", stored("export.safetensors"), share=0.2)
+@reader("safetensors of others", stored("export.safetensors"))
 def safetensors(data: bytes) -> None:
     load_state(SCRATCH.path("import.safetensors", data), "safetensors")
 
@@ -729,13 +725,13 @@ def safetensors(data: bytes) -> None:
 _WEIGHT_MAP = {"weight_map": {"a": "one.safetensors"}, "metadata": {"shade": "{}"}}
 
 
-@reader("index of safetensors", lambda: json.dumps(_WEIGHT_MAP).encode(), share=0.2)
+@reader("index of safetensors", lambda: json.dumps(_WEIGHT_MAP).encode())
 def safetensors_index(data: bytes) -> None:
     SCRATCH.path("import/one.safetensors", stored("export.safetensors")())
     load_state(SCRATCH.path("import/one.safetensors.index.json", data), "safetensors")
 
 
-@reader("torch file of others", stored("export.pt"), share=0.02, per_byte=1 << 12)
+@reader("torch file of others", stored("export.pt"), per_byte=1 << 12)
 def torch_file(data: bytes) -> None:
     load_state(SCRATCH.path("import.pt", data), "torch")
 
@@ -746,7 +742,7 @@ def _dcp() -> bytes:
     return (folder / ".metadata").read_bytes()
 
 
-@reader("metadata of DCP", _dcp, share=0.02, per_byte=1 << 12)
+@reader("metadata of DCP", _dcp, per_byte=1 << 12)
 def dcp(data: bytes) -> None:
     SCRATCH.path("dcp/.metadata", data)
     load_state(SCRATCH.folder / "dcp", "dcp")
@@ -773,7 +769,7 @@ def gradient_message(data: bytes) -> None:
 READERS["telemetry"] = Reader(telemetry.read, lambda: stored("telemetry.jsonl")().splitlines()[0])
 
 
-@reader("state of a telemetry server", lambda: json.dumps(_STATE).encode(), share=0.05)
+@reader("state of a telemetry server", lambda: json.dumps(_STATE).encode())
 def server_state(data: bytes) -> None:
     with _in_place_of(client, "_request", lambda *_: data):
         top.of_server(client.fetch_state("http://127.0.0.1:1"))
@@ -865,7 +861,7 @@ def sample_names(data: bytes) -> None:
     Trajectory.load(SCRATCH.path("names/samples.json.gz", data).parent)
 
 
-@reader("trace of a run", stored("trace.npz"), share=0.5, per_byte=1100)
+@reader("trace of a run", stored("trace.npz"), per_byte=1100)
 def trace(data: bytes) -> None:
     Trace.load(SCRATCH.path("trace.npz", zip_repaired(data)))
 
@@ -922,9 +918,7 @@ def _state_reader(name: str) -> Callable[[bytes], Any]:
 
 
 for _name in make.STATES:
-    READERS[f"state of a {_name}"] = Reader(
-        _state_reader(_name), functools.cache(_state_seed(_name)), headed, share=0.5
-    )
+    READERS[f"state of a {_name}"] = Reader(_state_reader(_name), functools.cache(_state_seed(_name)), headed)
 
 
 def outcome(read: Callable[[bytes], Any], data: bytes) -> bool:

@@ -214,9 +214,9 @@ class DiskFiles:
     def _allocate(self, wanted: int) -> Iterator[tuple[int, int]]:
         """Yields places and their bytes: the smallest gap that is large enough, else the end, else the largest gaps."""
         ask, end = self.base.execute, self.total("end")
-        gap = ask("select place, length from gap where length >= ? order by length limit 1", (wanted,)).fetchone()
+        gap = self._gap("where length >= ? order by length", wanted)
         while gap is not None or end + wanted > self._max_bytes:
-            gap = gap or ask("select place, length from gap order by length desc limit 1").fetchone()
+            gap = gap or self._gap("order by length desc")
             if gap is None:
                 raise OSError(errno.ENOSPC, "no gap is left")
             place, length = gap
@@ -242,8 +242,8 @@ class DiskFiles:
     def _make_gap(self, place: int, room: int) -> None:
         """Frees a place, joined with the gaps beside it; one at the end makes the file shorter."""
         ask = self.base.execute
-        before = ask("select place, length from gap where place < ? order by place desc limit 1", (place,)).fetchone()
-        after = ask("select place, length from gap where place = ?", (place + room,)).fetchone()
+        before = self._gap("where place < ? order by place desc", place)
+        after = self._gap("where place = ?", place + room)
         begin, end = place, place + room
         if before is not None and sum(before) == place:
             begin = before[0]
@@ -255,6 +255,13 @@ class DiskFiles:
             return
         ask("update total set number = ? where name = 'end'", (begin,))
         os.ftruncate(self.entries, begin)
+
+    def _gap(self, which: str, *numbers: int) -> tuple[int, int] | None:
+        asked = f"select place, length from gap {which} limit 1"
+        row: tuple[int, int] | None = self.base.execute(asked, numbers).fetchone()
+        if row is not None and tuple(map(type, row)) != (int, int):
+            raise sqlite3.DatabaseError("a gap has other columns than were written")
+        return row
 
     def total(self, name: str) -> int:
         """Returns the bytes in use (``used``), the number of entries, or where the values end (``end``)."""

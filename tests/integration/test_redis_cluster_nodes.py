@@ -240,3 +240,8 @@ def test_a_user_without_rights_to_the_map_is_refused_as_such() -> None:
         url = cluster.url.reveal().replace("://", "://loader:secret@")
         with open_store(url) as store, pytest.raises(StoreAuthError):
             store.get_many(NAMES)
+
+
+def test_no_node_listens_where_another_has_its_bus() -> None:
+    ports = free_ports(500)
+    assert not set(ports) & {port + 10_000 for port in ports}

@@ -560,8 +560,12 @@ def _jpeg() -> bytes:
 
 @reader("JPEG", _jpeg, per_byte=1 << 20)
 def jpeg(data: bytes) -> None:
+    from PIL import Image
+
     try:
-        decode_rgb(data)
+        # A picture takes memory for the pixels that it states, up to twice this limit of Pillow's.
+        with _in_place_of(Image, "MAX_IMAGE_PIXELS", 4 << 20):
+            decode_rgb(data)
     except Exception as error:  # as `Shards.item` does
         raise BadSampleError(str(error)) from error
 

@@ -151,7 +151,7 @@ def test_markdown_has_both_columns(script: Any, root: Path, capsys: pytest.Captu
 
 
 MOST = {
-    "lines": 65_762,
+    "lines": 65_769,
     "private doors": 0,
     "class names in two or more modules": 0,
     "docstrings 'See `X`'": 0,

@@ -24,7 +24,7 @@ from shade.store.keys import NUM_SLOTS
 from shade.store.link import Endpoint
 from shade.store.url import Address, StoreURL, format_address
 
-_FIRST_PORT, _LAST_PORT, _BUS_OFFSET = 10_000, 22_700, 10_000
+_FIRST_PORT, _LAST_PORT, _BUS_OFFSET = 10_000, 20_000, 10_000  # no node listens where another has its bus
 """A node's bus listens 10 000 above its port; both stay below 32 768, where outgoing connections take theirs."""
 _AGREE_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05

@@ -51,6 +51,12 @@ def again(store: Store) -> Store:
     return open_store(store.url)
 
 
+def opened_in(folder: Path) -> list[str]:
+    """Files of a folder that this process has open, deleted ones too."""
+    at = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return [os.readlink(path) for path in at if os.path.exists(path) and str(folder) in os.readlink(path)]
+
+
 def on_disk(folder: Path) -> int:
     """Bytes that the file system gave out, without SQLite's log."""
     files = [path for path in folder.iterdir() if not path.name.endswith(("-wal", "-shm"))]
@@ -132,17 +138,13 @@ def test_flipped_bits_cost_entries_and_never_a_wrong_byte(store: Store, folder: 
 
 
 def test_a_store_that_nobody_closes_leaves_no_file_open(folder: Path) -> None:
-    def opened() -> list[str]:
-        gc.collect()
-        at = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-        return [os.readlink(path) for path in at if os.path.exists(path) and str(folder) in os.readlink(path)]
-
     store = open_store(f"disk://{folder}?capacity=4MB")
     assert all(store.set_many(entries(20)))
     store.enter("shade:unit", 1000)
-    assert opened()
+    assert opened_in(folder)
     del store
-    assert opened() == []
+    gc.collect()
+    assert opened_in(folder) == []
 
 
 def test_swapped_entries_are_missing(store: Store, folder: Path) -> None:
@@ -214,6 +216,18 @@ def test_a_damaged_index_begins_anew(store: Store, folder: Path, seed: int) -> N
         assert found.count(None) < len(found)
 
 
+def test_a_damaged_gap_begins_a_new_index(store: Store, folder: Path) -> None:
+    items = entries(3) | {f"shade:{name}": b"x" * 1000 for name in "abc"}
+    store.set_many(items)
+    store.delete_many(["shade:b"])
+    with sqlite3.connect(folder / "1-0.index") as base:
+        assert base.execute("update gap set length = 'long'").rowcount == 1
+    with pytest.raises(StoreUnavailableError, match="begins anew"):
+        store.delete_many(["shade:a"])
+    assert store.set_many(items) == [True] * len(items)
+    assert store.get_many(list(items)) == list(items.values())
+
+
 def test_processes_with_the_old_files_open_move_to_the_new_ones(store: Store, folder: Path) -> None:
     store.set_many({"shade:a": b"old" * 100})
     with again(store) as other:
@@ -227,17 +241,13 @@ def test_processes_with_the_old_files_open_move_to_the_new_ones(store: Store, fo
 
 
 def test_replaced_files_are_closed_with_the_store(store: Store, folder: Path) -> None:
-    def opened() -> list[str]:
-        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        return [path for link in links if os.path.islink(link) and (path := os.readlink(link)).startswith(str(folder))]
-
     for generation in range(3):
         store.set_many({"shade:a": b"a" * 1000})
         disk_files.replace_damaged(str(folder), generation)
     store.set_many({"shade:a": b"a" * 1000})
-    assert opened()
+    assert opened_in(folder)
     store.close()
-    assert not opened()
+    assert opened_in(folder) == []
 
 
 def test_a_deleted_folder_is_made_again(store: Store, folder: Path) -> None:

@@ -39,6 +39,8 @@ from shade.types import Indices
 
 TIMEOUT_SECONDS = 1800.0
 """Longest wait for a rank: it may write a snapshot to slow storage, or evaluate, while the others wait."""
+CLOSE_SECONDS = 5.0
+"""How long a close, or a script that ends, waits for a thread that meets other ranks: longer only if one is gone."""
 # PyTorch 2.14 renamed it and warns about the old name, the only one that 2.8 has.
 gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gathers one tensor of each rank into one of all; see `torch.distributed.all_gather_into_tensor`."""
@@ -162,7 +164,7 @@ class GlooGroup(RankGroup):
     def _wait(self, what: str, begin: Callable[[], Any]) -> None:
         if self._lost is None:
             try:
-                with waiting():
+                with inside_torch():
                     begin().wait(self._timeout)
                 return
             except (RuntimeError, ValueError) as error:
@@ -251,37 +253,35 @@ def ranks_of(num_replicas: int | None, rank: int | None, batch_size: int) -> tup
 
 # ── the end of a script that has closed nothing ──────────────────────────────────────────────────────────────────────
 
-_END_SECONDS = 5.0
-"""How long a script that ends waits for threads inside a collective. They take longer only if a rank is gone."""
-_waiting: set[object] = set()
+_inside: set[object] = set()
 _ends = False
 
 
 @contextlib.contextmanager
-def waiting() -> Iterator[None]:
-    """Surrounds a wait for other ranks. Raises RuntimeError if the interpreter ends."""
-    # A thread that is inside a collective when the interpreter ends is unwound by force, which aborts the process.
-    if _ends and threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("the script has ended")
+def inside_torch() -> Iterator[None]:
+    """Surrounds a thread's work, which a script that ends waits for. Raises RuntimeError if it has ended."""
+    # Before Python 3.14 a thread that takes the GIL again inside torch at exit is unwound by force: the process aborts.
     mine = object()
-    _waiting.add(mine)
+    _inside.add(mine)
     try:
+        if _ends and threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("the script has ended")
         yield
     finally:
-        _waiting.discard(mine)
+        _inside.discard(mine)
 
 
 @atexit.register
-def _wait_for_waiting() -> None:
+def _wait_for_threads() -> None:
     global _ends
     _ends = True
-    until = time.monotonic() + _END_SECONDS
-    while _waiting and time.monotonic() < until:
+    until = time.monotonic() + CLOSE_SECONDS
+    while _inside and time.monotonic() < until:
         time.sleep(0.01)
 
 
 # A child has none of the threads.
-os.register_at_fork(after_in_child=_waiting.clear)
+os.register_at_fork(after_in_child=_inside.clear)
 
 
 # ── PyTorch's groups ──────────────────────────────────────────────────────────────────────────────────────────────────

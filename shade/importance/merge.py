@@ -27,11 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shade.errors import ConfigError, ShadeError
-from shade.rank_group import GlooGroup, RankGroup, SingleProcessGroup
+from shade.rank_group import CLOSE_SECONDS, GlooGroup, RankGroup, SingleProcessGroup
 from shade.types import Floats, Indices
 
-CLOSE_SECONDS = 5.0
-"""How long `ScoreMerger.close` waits for reports under way. They take longer only if another rank is gone."""
 APPLY_EVERY = 1024
 """Reports applied at once if there is no thread and the table is not read before: 3 MB of 256 samples each."""
 _INT64 = np.dtype(np.int64)
@@ -171,7 +169,7 @@ class ScoreMerger:
         self._pid, self.is_closed = None, True
         self._apply_waiting()
         if self._worker is not None:
-            self._worker.stop(CLOSE_SECONDS)
+            self._worker.stop()
 
     def __enter__(self) -> ScoreMerger:
         return self
@@ -231,12 +229,12 @@ class _Worker:
         self._thread = threading.Thread(target=self._run, name="shade-score-merger", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout_seconds: float) -> None:
+    def stop(self) -> None:
         """Ends the thread after what was queued, and its group with it."""
         if self._process != os.getpid():
             return
         self.inbox.put(None)
-        self._thread.join(timeout_seconds)
+        self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         """Works through the inbox until None arrives; after an error it only answers flushes."""
@@ -275,10 +273,9 @@ _started: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stops the threads of mergers that the script has not closed."""
-    # A thread that is inside a collective when the interpreter ends is unwound by force, which aborts the process.
+    """Stops the threads of mergers that the script has not closed, after the reports that slower ranks wait for."""
     for worker in list(_started):
-        worker.stop(CLOSE_SECONDS)
+        worker.stop()
 
 
 def _check_shapes(index_shape: tuple[int, ...], loss_shape: tuple[int, ...], batch_size: int) -> None:

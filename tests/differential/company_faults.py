@@ -100,8 +100,8 @@ class _Deaf(set[Any]):
 
 
 def nobody_waits_at_exit() -> AbstractContextManager[Any]:
-    """The interpreter ends while a daemon thread is inside a collective."""
-    return together(replaced(merge, "_started", _Deaf()), replaced(rank_group, "_waiting", _Deaf()))
+    """The interpreter ends while a daemon thread is inside torch."""
+    return together(replaced(merge, "_started", _Deaf()), replaced(rank_group, "_inside", _Deaf()))
 
 
 def servers_outlive() -> AbstractContextManager[Any]:

@@ -137,6 +137,32 @@ def test_a_loop_on_two_ranks_that_closes_nothing(sampler: str, tmp_path: Path) -
     assert done.stdout.count("trained") == 2
 
 
+COMPUTING = """
+from shade.gradient._comm.sparse_all_reduce import SparseAllReduce
+from shade.gradient._engine.comm_hook import SparseState
+def longer(method):
+    def run(*arguments):
+        result = method(*arguments)
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            torch.ones(100).add(1)
+        return result
+    return run
+SparseAllReduce.exchange, SparseState._process = longer(SparseAllReduce.exchange), longer(SparseState._process)
+"""
+
+
+@pytest.mark.parametrize(
+    "loop", ["GradientEngine", "SparseState", pytest.param("LocalUpdates", marks=pytest.mark.slow)]
+)
+def test_a_script_ends_while_its_thread_computes(loop: str) -> None:
+    """Before Python 3.14 a thread that takes the GIL again inside torch is unwound by force: the process aborts."""
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    script = [sys.executable, "-c", PREPARED + COMPUTING + LOOP[loop]]
+    done = subprocess.run(script, env=os.environ | rank, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 ALIVE = """
 import gc, multiprocessing, os, signal, sys, time
 import torch

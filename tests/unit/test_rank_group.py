@@ -228,10 +228,10 @@ def test_a_script_that_ends_waits_for_a_thread_that_waits_for_ranks() -> None:
     """Unwound by force inside a collective, it would abort the process."""
     script = """
 import threading, time
-from shade.rank_group import waiting
+from shade.rank_group import inside_torch
 entered = threading.Event()
 def wait():
-    with waiting():
+    with inside_torch():
         entered.set()
         time.sleep(0.5)
         print("came back", flush=True)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shade.errors import ConfigError, PeerLostError
-from shade.rank_group import TIMEOUT_SECONDS, free_group, gather_single, new_gloo_group, reason_of, waiting
+from shade.rank_group import TIMEOUT_SECONDS, free_group, gather_single, inside_torch, new_gloo_group, reason_of
 from shade.types import Indices
 
 Octets = npt.NDArray[np.uint8]
@@ -218,7 +218,7 @@ class Transport:
             raise self._error()
         started = time.perf_counter() if begun is None else begun
         try:
-            with waiting():
+            with inside_torch():
                 return collective()
         except (RuntimeError, ValueError) as error:
             # Quoted, not chained: its traceback would keep the group alive, and the end of a rank's connections is what

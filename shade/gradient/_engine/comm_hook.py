@@ -23,6 +23,7 @@ Legend: D bucket.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -48,9 +49,8 @@ from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import WarmUp
 from shade.gradient._engine.gradient_hooks import LossScale
 from shade.gradient._engine.replica import check_same_setup
-from shade.rank_group import TIMEOUT_SECONDS
+from shade.rank_group import CLOSE_SECONDS, TIMEOUT_SECONDS, inside_torch
 
-_JOIN_SECONDS = 5.0
 _NO_BACKWARD = -1
 """The graph task while DDP mirrors the other ranks' steps for a rank whose inputs are used up (``ddp.join()``)."""
 
@@ -170,7 +170,7 @@ class SparseState:
     def close(self) -> None:
         """Ends the thread and frees the group. Safe to call twice."""
         self._inbox.put(None)
-        self._thread.join(_JOIN_SECONDS)
+        self._thread.join(CLOSE_SECONDS)
         if self._topology is not None:
             self._topology.close()
 
@@ -305,7 +305,9 @@ def _run(inbox: queue.SimpleQueue[_Job | None], owner: weakref.ref[SparseState])
         state = owner()
         if state is None:
             return
-        state._process(job)
+        # The script has ended: it does not wait for this bucket.
+        with contextlib.suppress(RuntimeError), inside_torch():
+            state._process(job)
         # The next get() may wait for long; until then the thread must not keep its owner alive.
         del state
 

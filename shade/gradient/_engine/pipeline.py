@@ -34,8 +34,7 @@ from shade.gradient._compress.device_error_feedback import DeviceErrorFeedback
 from shade.gradient._engine.bucket_state import BucketState
 from shade.gradient._engine.meter import norm_of
 from shade.gradient._kernels.build import prepare
-
-_JOIN_SECONDS = 5.0
+from shade.rank_group import CLOSE_SECONDS, inside_torch
 
 
 class GradientPipeline:
@@ -43,7 +42,7 @@ class GradientPipeline:
 
     def __init__(self, topology: Topology, bucket_states: Sequence[BucketState], seed: int, is_late: bool) -> None:
         self._stages = _Stages(topology, tuple(bucket_states), seed, is_late)
-        weakref.finalize(self, self._stages.stop).atexit = False
+        weakref.finalize(self, self._stages.inbox.put, None).atexit = False
 
     def submit(self, work: GradientStep) -> None:
         """Queues a step that is about to begin; steps are processed in this order."""
@@ -55,8 +54,9 @@ class GradientPipeline:
 
     def close(self) -> None:
         """Ends the threads; a step in progress gets 5 seconds. Safe to call twice."""
-        self._stages.stop()
-        self._stages.join(_JOIN_SECONDS)
+        self._stages.inbox.put(None)
+        for thread in self._stages.threads:
+            thread.join(CLOSE_SECONDS)
 
 
 class _Stages:
@@ -81,19 +81,12 @@ class _Stages:
         largest = max(each.bucket.size for each in bucket_states)
         self._gradient_D = torch.empty(largest, dtype=torch.float32, pin_memory=is_pinned)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._threads = [
+        self.threads = [
             threading.Thread(target=run, name=f"shade-gradient-{name}", daemon=True)
             for name, run in (("compress", self._run_compress), ("exchange", self._run_exchange))
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
-
-    def stop(self) -> None:
-        self.inbox.put(None)
-
-    def join(self, timeout_seconds: float) -> None:
-        for thread in self._threads:
-            thread.join(timeout_seconds)
 
     def reclaim(self) -> None:
         for number, sparse in self._undelivered.take():
@@ -129,28 +122,31 @@ class _Stages:
             work.ready[number].wait()
             if work.state is StepState.ABANDONED:
                 return
-            if place == 0:
-                self.reclaim()
-                share, weight = self._topology.begin(work.num_samples)
-            started = time.perf_counter()
-            bucket = self._bucket_states[number].bucket
-            with self._on_stream(bucket.device):
-                try:
-                    gradient_D = self._gather(work, number, share * work.scale)
-                except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
-                    # Not raised here: the other ranks of the node would wait in the sum.
-                    work.trouble.append(error)
-                    gradient_D = self._gradient_D[: bucket.size]
-                if gradient_D.device.type == "cpu":
-                    gradient_D = self._topology.reduce(gradient_D)
-                if weight and not work.trouble:
-                    density = 1.0 if bucket.is_dense else work.density
-                    self._choose(work, number, gradient_D, density)
-            if not weight and not work.trouble:
-                nothing = Sparse.empty(self._bucket_states[number].feedback.size)
-                work.payloads[number] = self._all_reduce.pack(work, number, nothing)
-            work.costs.compress_seconds += time.perf_counter() - started
+            with inside_torch():
+                if place == 0:
+                    self.reclaim()
+                    share, weight = self._topology.begin(work.num_samples)
+                self._compress_bucket(work, number, share, weight)
             work.packed[number].set()
+
+    def _compress_bucket(self, work: GradientStep, number: int, share: float, weight: float) -> None:
+        started, bucket = time.perf_counter(), self._bucket_states[number].bucket
+        with self._on_stream(bucket.device):
+            try:
+                gradient_D = self._gather(work, number, share * work.scale)
+            except Exception as error:  # noqa: BLE001 - the counts report it to all ranks
+                # Not raised here: the other ranks of the node would wait in the sum.
+                work.trouble.append(error)
+                gradient_D = self._gradient_D[: bucket.size]
+            if gradient_D.device.type == "cpu":
+                gradient_D = self._topology.reduce(gradient_D)
+            if weight and not work.trouble:
+                density = 1.0 if bucket.is_dense else work.density
+                self._choose(work, number, gradient_D, density)
+        if not weight and not work.trouble:
+            nothing = Sparse.empty(self._bucket_states[number].feedback.size)
+            work.payloads[number] = self._all_reduce.pack(work, number, nothing)
+        work.costs.compress_seconds += time.perf_counter() - started
 
     def _choose(self, work: GradientStep, number: int, gradient_D: torch.Tensor, density: float) -> None:
         feedback = self._bucket_states[number].feedback
@@ -252,11 +248,13 @@ class _Stages:
                 work.wait(StepState.PACKED)
             if work.state is StepState.ABANDONED:
                 return
-            weights_P, lengths = self._all_reduce.count(work, numbers)
-            if numbers is self._rounds[-1]:
-                work.advance(StepState.AGREED)
-            if sum(weights_P) > 0:
-                merged.update(zip(numbers, self._all_reduce.exchange(work, numbers, weights_P, lengths), strict=True))
+            with inside_torch():
+                weights_P, lengths = self._all_reduce.count(work, numbers)
+                if numbers is self._rounds[-1]:
+                    work.advance(StepState.AGREED)
+                if sum(weights_P) > 0:
+                    results = self._all_reduce.exchange(work, numbers, weights_P, lengths)
+                    merged.update(zip(numbers, results, strict=True))
         everything = [merged[number] for number in sorted(merged)]
         # If the vote loses a rank, others may have applied the step: an elastic engine then needs the result.
         norm = norm_of(everything)
@@ -282,5 +280,6 @@ class _Stages:
         if isinstance(error, (PeerLostError, PayloadError)):
             self._undelivered.put(work)
         else:
-            for number in work.chosen:
-                self._bucket_states[number].feedback.undo()
+            with inside_torch():
+                for number in work.chosen:
+                    self._bucket_states[number].feedback.undo()

@@ -9,6 +9,7 @@ Legend: D bucket.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,7 @@ from shade.gradient._comm.step import RESTS, GradientStep, StepState
 from shade.gradient._comm.topology import Topology
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._engine.bucket_state import BucketState, pack_late, unpack_late
-
-_JOIN_SECONDS = 5.0
+from shade.rank_group import CLOSE_SECONDS, inside_torch
 
 
 @dataclass
@@ -90,7 +90,7 @@ class OuterExchange:
         """Ends the thread; a step under way gets 5 seconds. Safe to call twice."""
         self.stop()
         if self._thread is not None:
-            self._thread.join(_JOIN_SECONDS)
+            self._thread.join(CLOSE_SECONDS)
 
     def run(self, outer: OuterStep) -> None:
         """Exchanges a step now; no other may be under way."""
@@ -121,7 +121,9 @@ class OuterExchange:
 
     def _serve(self) -> None:
         while (outer := self._inbox.get()) is not None:
-            self.run(outer)
+            # The script has ended: it does not wait for this step.
+            with contextlib.suppress(RuntimeError), inside_torch():
+                self.run(outer)
             # Else its memory would stay until the next one.
             del outer
 

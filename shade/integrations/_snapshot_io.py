@@ -93,5 +93,5 @@ def _step_at(path: Any) -> int | None:
     """Returns the step that the note at a path names; None if there is no note of ours."""
     try:
         return int(json.loads(Path(path).read_bytes())["shade.lightning"]) if Path(path).stat().st_size < 100 else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

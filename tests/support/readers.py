@@ -752,6 +752,31 @@ def dcp(data: bytes) -> None:
     load_state(SCRATCH.folder / "dcp", "dcp")
 
 
+_DEEPSPEED_NOTE = {
+    "shade.deepspeed": 1,
+    "run": "run",
+    "step": 3,
+    "tag": "global_step3",
+    "rank": 0,
+    "file": "a.pt",
+    "id": "7f",
+}
+
+
+@reader("note of DeepSpeed", lambda: json.dumps(_DEEPSPEED_NOTE).encode())
+def deepspeed_note(data: bytes) -> None:
+    from shade.checkpoint.deepspeed import _note_at
+
+    _note_at(SCRATCH.path("deepspeed", data), "run")
+
+
+@reader("note of Lightning", lambda: b'{"shade.lightning": 12}')
+def lightning_note(data: bytes) -> bool:
+    from shade.integrations._snapshot_io import _step_at
+
+    return _step_at(SCRATCH.path("lightning", data)) is not None
+
+
 # ── gradients and control ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -939,6 +964,8 @@ def missing(name: str) -> str | None:
         "pyarrow": ("Arrow file", "Arrow stream", "Parquet", "page index of Parquet"),
         "zstandard": [each for each in READERS if "chunk" in each],
         "safetensors": ("safetensors of others", "index of safetensors"),
+        "deepspeed": ["note of DeepSpeed"],
+        "lightning": ["note of Lightning"],
     }
     import importlib.util
 

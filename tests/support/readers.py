@@ -55,6 +55,7 @@ from shade.data._shards.index import FORMATS, RangeParts, ShardFile, ShardScan, 
 from shade.data._source import item_codec, item_columns
 from shade.errors import BadSampleError, DataError, ShadeError
 from shade.gradient._comm import message
+from shade.gradient._kernels.build import prepare
 from shade.policy.trace import Trace
 from shade.report import load_run, text
 from shade.store import StoreURL, open_store
@@ -920,6 +921,7 @@ def zip_repaired(data: bytes) -> bytes:
 
 @functools.cache
 def _stateful(name: str) -> Any:
+    prepare()  # else an engine's thread compiles while memory is measured
     return make.STATES[name]()
 
 
@@ -947,7 +949,8 @@ def _state_reader(name: str) -> Callable[[bytes], Any]:
 
 
 for _name in make.STATES:
-    READERS[f"state of a {_name}"] = Reader(_state_reader(_name), functools.cache(_state_seed(_name)), headed)
+    _article = "an" if _name == "engine" else "a"
+    READERS[f"state of {_article} {_name}"] = Reader(_state_reader(_name), functools.cache(_state_seed(_name)), headed)
 
 
 def outcome(read: Callable[[bytes], Any], data: bytes) -> bool:

@@ -32,14 +32,15 @@ class NodeStats:
     role: str
     """``primary`` or ``replica``."""
     used_bytes: int
-    """Memory of keys and values as the allocator gave it out, without clients and start-up. A server updates its
-    clients' buffers once a second, so under load this is off by what is in flight."""
+    """Memory of keys and values as the allocator gave it out, without `overhead_bytes`. A server updates its clients'
+    buffers once a second, so under load this is off by what is in flight."""
     max_bytes: int
     """Its own limit (``maxmemory``); 0 means none."""
     num_keys: int
     version: str
     overhead_bytes: int = 0
-    """Memory beside data: start-up and clients' buffers. Counts against ``max_bytes`` as data does."""
+    """Memory beside data: start-up, clients' buffers and the tables of a cluster's slots, whose room is taken before
+    every slot has a key. Counts against ``max_bytes`` as data does."""
 
 
 @dataclass(frozen=True)

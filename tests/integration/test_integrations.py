@@ -74,6 +74,23 @@ from peft import LoraConfig, get_peft_model
 model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"]))
 args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True, num_train_epochs=2, disable_tqdm=True, **options)
 """
+LIGHTNING_SPLIT = {
+    "model = Classifier()": """
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+
+
+class Split(Classifier):
+    def configure_model(self):
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+model = Split()
+""",
+    "quiet = ": "quiet = {'logger': False, 'enable_progress_bar': False, 'strategy': ModelParallelStrategy()}",
+    "if trainer.is_global_zero:": "weights = [each.full_tensor().double().sum().item() for each in model.parameters()]",
+    "    print(": "if trainer.is_global_zero:\n    print(f'weights 0 {weights}')",
+}
 
 
 SCRIPTS = {
@@ -100,6 +117,7 @@ SCRIPTS = {
         },
         (5, 10, 15, 20),
         is_like_plain=False,
+        kinds={"split": LIGHTNING_SPLIT},
     ),
     "accelerate": Script(
         ("accelerate",),
@@ -184,6 +202,22 @@ def test_three_lines_outlive_kills(name: str, ranks: int, kind: str, tmp_path: P
     rest = said(script, tmp_path / "killed", ranks, None)
     assert rest == whole[-len(rest) :]
     assert 1 < step_of(rest[0]) <= kills[-1] + 1, "it has continued"
+
+
+def test_lightning_splits_a_model_over_more_ranks_and_loads_what_it_saved_itself(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", exc_type=ImportError)
+    script, folder = tmp_path / "script.py", tmp_path / "saved"
+    program = (ROOT / "tests" / "support" / "programs" / "script_lightning.py").read_text()
+    text = changed(program, LIGHTNING_SPLIT)
+    script.write_text(changed(text, {"callbacks = ": "callbacks = [saver]"}))
+    begun = said(script, folder, 2, 8)
+    assert (folder / "last.ckpt").is_dir()
+    script.write_text(text)
+    rest = said(script, folder, 2, None)
+    assert step_of(rest[0]) == 7 <= step_of(begun[-1]) < step_of(rest[-2])
+    assert (folder / "last.ckpt").is_file()
+    script.write_text(text.replace("batch_size=8", "batch_size=4"))
+    assert said(script, folder, 4, None) == rest[-1:], "weights alone: it was at the end"
 
 
 def step_of(line: str) -> int:

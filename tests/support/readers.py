@@ -773,9 +773,9 @@ def deepspeed_note(data: bytes) -> None:
 
 @reader("note of Lightning", lambda: b'{"shade.lightning": 12}')
 def lightning_note(data: bytes) -> bool:
-    from shade.integrations._snapshot_io import _step_at
+    from shade.integrations._snapshot_io import step_at
 
-    return _step_at(SCRATCH.path("lightning", data)) is not None
+    return step_at(SCRATCH.path("lightning", data)) is not None
 
 
 # ── gradients and control ───────────────────────────────────────────────────────────────────────────────────────────

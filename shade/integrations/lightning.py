@@ -20,10 +20,10 @@ try:
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-    from shade.integrations._data_module import ShadeDataModule
-    from shade.integrations._snapshot_io import SnapshotIO
-    from shade.integrations._split_io import SplitSnapshotIO
-    from shade.integrations._whole_io import WholeSnapshotIO
+    from shade.integrations._lightning.data_module import ShadeDataModule
+    from shade.integrations._lightning.snapshot_io import SnapshotIO
+    from shade.integrations._lightning.split_io import SplitSnapshotIO
+    from shade.integrations._lightning.whole_io import WholeSnapshotIO
 except ImportError as error:
     raise ConfigError.of("the lightning package", None, install_hint("ecosystem")) from error
 

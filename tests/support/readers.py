@@ -773,7 +773,7 @@ def deepspeed_note(data: bytes) -> None:
 
 @reader("note of Lightning", lambda: b'{"shade.lightning": 12}')
 def lightning_note(data: bytes) -> bool:
-    from shade.integrations._snapshot_io import step_at
+    from shade.integrations._lightning.snapshot_io import step_at
 
     return step_at(SCRATCH.path("lightning", data)) is not None
 

@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from shade.checkpoint import StateDictCheckpointer
-from shade.integrations._snapshot_io import SnapshotIO, step_at
+from shade.integrations._lightning.snapshot_io import SnapshotIO, step_at
 
 
 class WholeSnapshotIO(SnapshotIO):

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from typing_extensions import override
 
 from shade.checkpoint import Checkpointer
-from shade.integrations._snapshot_io import SnapshotIO, step_at
+from shade.integrations._lightning.snapshot_io import SnapshotIO, step_at
 
 
 class SplitSnapshotIO(SnapshotIO):

@@ -1,0 +1,1 @@
+"""Lightning's checkpoints as snapshots, of a whole model and of one that is split, and its DataModule."""

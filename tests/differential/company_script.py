@@ -257,7 +257,8 @@ def _of_saves(script: Script) -> dict[str, Any]:
     if not script.persists:
         changes["neighbour"] = False  # nothing but the run's name says whose snapshots in memory are
     if script.loop == "ahead":
-        changes["every"] = 2  # after the first step it looks like a loop that accumulates, which is said
+        # Until then it looks like a loop that accumulates, which is said; two ranks have epochs of two or three steps.
+        changes["every"] = 2 if script.ranks == 1 else 3
     if script.other_model:
         changes |= {"ending": "exception", "waits": True, "model": "picky", "exchange": "ddp", "edits": "none"}
         changes |= {"step": max(2, script.step % 5), "holds": True}

@@ -92,7 +92,8 @@ class Life:
         if script.cold:
             forget_loops(self.folder)
         if script.ranks > 1:  # as torchrun says it
-            os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(script.ranks)}
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # which Accelerate wants to see
+            os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(script.ranks), **where}
         if script.loop in FRAMEWORKS:
             from tests.differential import company_frameworks
 

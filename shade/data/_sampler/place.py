@@ -102,8 +102,8 @@ class FetchedAhead:
         self._num_got = self._num_first = self._num_steps = 0
 
     def is_unclear(self, known: tuple[int, int]) -> bool:
-        """Returns whether the first step alone is known, and may have followed a batch that was fetched ahead."""
-        return self._num_steps == 1 and self._num_first > 1 and known == (0, 0)
+        """Returns whether the steps so far are those of a loop that accumulates and of one that fetches ahead."""
+        return self._num_first > 1 and known == (0, 0)
 
     def step(self, num_got: int, is_last: bool, known: tuple[int, int]) -> tuple[int, int]:
         """Counts a step of training.
@@ -120,11 +120,11 @@ class FetchedAhead:
         self._num_steps += 1
         if self._num_steps == 1:
             self._num_first = new
-        elif self._num_steps == 2 and not is_last:
+        elif self._num_steps == 2 and (not is_last or new == self._num_first):
             known = new, max(0, self._num_first - new)
             self.num_waiting = known[1]
             return known
-        if is_last and self._num_first < num_got == self._num_steps:
+        if is_last and self._num_first > 1 and num_got == self._num_steps:
             # A pass of few steps shows it at its end: there was a step for each batch.
             known = 1, self._num_first - 1
         num_each, num_ahead = known
@@ -450,7 +450,7 @@ class Place:
         ):
             self._usage.warn_of_place(self._reported)
         if mine is not None and not mine.is_reported and mine.ahead.is_unclear(self._pace):
-            self._usage.warn_of_first_step(self.steps_done)
+            self._usage.warn_of_fetched_ahead(self.steps_done)
         return {"steps_done": self.steps_done}
 
 

@@ -153,13 +153,13 @@ class UsageWarnings:
             "sampler's batch_size with DataLoader, StatefulDataLoader or ShadeLoader, and nothing in between",
         )
 
-    def warn_of_first_step(self, num_got: int) -> None:
-        """Warns of a state after a process's first step, before which the loop had got several batches."""
+    def warn_of_fetched_ahead(self, num_got: int) -> None:
+        """Warns of a state after a process's first steps, when the loop has got more batches than it did steps."""
         self._warn_once(
-            "first step",
-            f"the state says step {num_got} after the first step of training, because the loop had got that many "
+            "fetched ahead",
+            f"the state says step {num_got} after fewer steps of training, because the loop had got that many "
             "batches and no loss was reported. If the loop fetches ahead of training, add the line "
-            "`sampler.report(indices, losses)`, or save after the second step",
+            "`sampler.report(indices, losses)`, or save later: after the second step, or at the epoch's end",
         )
 
     def warn_of_length(self, epoch: int, num_steps: int, num_full: int) -> None:

@@ -266,7 +266,24 @@ def test_a_state_after_the_first_step_says_that_a_batch_may_have_been_fetched_ah
         assert sampler.state_dict()["steps_done"] == 1
 
 
-@pytest.mark.parametrize(("num_ahead", "num_steps"), [(0, 1), (1, 3), (1, 4), (2, 4)])
+def test_a_state_after_the_last_batch_was_fetched_in_the_second_step_says_so(data: ShadeDataset) -> None:
+    """Three batches: one is fetched ahead, or two are accumulated, and the last is alone."""
+    sampler, loader = made(ShadeDataset(TensorDataset(torch.arange(float(3 * B))), cache=None))
+    batches = ahead(loader, 1)
+    for _ in itertools.islice(batches, 2):
+        sampler.count_step()
+    with pytest.warns(UserWarning, match="or save later"):
+        assert sampler.state_dict()["steps_done"] == 3
+    sampler, loader = made(ShadeDataset(TensorDataset(torch.arange(float(4 * B))), cache=None))
+    batches = iter(loader)
+    while taken(batches, 2):
+        sampler.count_step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sampler.state_dict()["steps_done"] == 4
+
+
+@pytest.mark.parametrize(("num_ahead", "num_steps"), [(0, 1), (1, 2), (1, 3), (1, 4), (2, 4)])
 def test_a_short_epoch_shows_at_its_end_how_far_ahead_a_loop_fetches(num_ahead: int, num_steps: int) -> None:
     sampler, loader = made(ShadeDataset(TensorDataset(torch.arange(float(num_steps * B))), cache=None))
     for _ in ahead(loader, num_ahead):

@@ -261,5 +261,6 @@ def _of_saves(script: Script) -> dict[str, Any]:
         changes["every"] = 2 if script.ranks == 1 else 3
     if script.other_model:
         changes |= {"ending": "exception", "waits": True, "model": "picky", "exchange": "ddp", "edits": "none"}
-        changes |= {"step": max(2, script.step % 5), "holds": True}
+        # Ended after a save.
+        changes |= {"step": max(2, changes.get("every", script.every), script.step % 5), "holds": True}
     return changes

@@ -257,15 +257,19 @@ _inside: set[object] = set()
 _ends = False
 
 
+class ScriptEndedError(RuntimeError):
+    """A thread would begin something that the script does not wait for."""
+
+
 @contextlib.contextmanager
 def inside_torch() -> Iterator[None]:
-    """Surrounds a thread's work, which a script that ends waits for. Raises RuntimeError if it has ended."""
+    """Surrounds a thread's work, which a script that ends waits for. Raises ScriptEndedError if it has ended."""
     # Before Python 3.14 a thread that takes the GIL again inside torch at exit is unwound by force: the process aborts.
     mine = object()
     _inside.add(mine)
     try:
         if _ends and threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("the script has ended")
+            raise ScriptEndedError("the script has ended")
         yield
     finally:
         _inside.discard(mine)

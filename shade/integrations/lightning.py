@@ -39,7 +39,7 @@ class ShadeCheckpoints(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, persist_to: str | os.PathLike[str], *, run: str = "lightning") -> None:
-        self._where: dict[str, Any] = {"persist_to": persist_to, "run": run}
+        self._where: dict[str, Any] = {"persist_to": persist_to, "run": run, "keep": "all"}
         self._io: SnapshotIO | None = None
         self._loaded: dict[str, Any] = {}
 
@@ -49,11 +49,10 @@ class ShadeCheckpoints(Callback):  # type: ignore[misc]
         if isinstance(strategy, ModelParallelStrategy):
             if isinstance(self._io, SplitSnapshotIO):  # each `fit` has optimizers of its own
                 self._io.close()
-            self._io = SplitSnapshotIO(strategy, Checkpointer(**self._where, every="never", keep="all"))
+            self._io = SplitSnapshotIO(strategy, Checkpointer(**self._where, every="never"))
         elif isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
             # All ranks are here; later Lightning saves on the first one alone.
-            where = {**self._where, "keep": "all", "first_rank_saves": True}
-            self._io = self._io or WholeSnapshotIO(StateDictCheckpointer(**where))
+            self._io = self._io or WholeSnapshotIO(StateDictCheckpointer(**self._where, first_rank_saves=True))
         else:
             cure = "leave ShadeCheckpoints out, or use one of these"
             raise ConfigError.of("one device, strategy ddp, or ModelParallelStrategy", type(strategy).__name__, cure)

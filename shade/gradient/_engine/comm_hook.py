@@ -49,7 +49,7 @@ from shade.gradient._compress.quantiser import QUANTISERS
 from shade.gradient._engine.density import WarmUp
 from shade.gradient._engine.gradient_hooks import LossScale
 from shade.gradient._engine.replica import check_same_setup
-from shade.rank_group import CLOSE_SECONDS, TIMEOUT_SECONDS, inside_torch
+from shade.rank_group import CLOSE_SECONDS, TIMEOUT_SECONDS, ScriptEndedError, inside_torch
 
 _NO_BACKWARD = -1
 """The graph task while DDP mirrors the other ranks' steps for a rank whose inputs are used up (``ddp.join()``)."""
@@ -305,8 +305,7 @@ def _run(inbox: queue.SimpleQueue[_Job | None], owner: weakref.ref[SparseState])
         state = owner()
         if state is None:
             return
-        # The script has ended: it does not wait for this bucket.
-        with contextlib.suppress(RuntimeError), inside_torch():
+        with contextlib.suppress(ScriptEndedError), inside_torch():
             state._process(job)
         # The next get() may wait for long; until then the thread must not keep its owner alive.
         del state

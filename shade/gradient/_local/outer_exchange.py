@@ -25,7 +25,7 @@ from shade.gradient._comm.step import RESTS, GradientStep, StepState
 from shade.gradient._comm.topology import Topology
 from shade.gradient._compress.compressor import Key, Sparse
 from shade.gradient._engine.bucket_state import BucketState, pack_late, unpack_late
-from shade.rank_group import CLOSE_SECONDS, inside_torch
+from shade.rank_group import CLOSE_SECONDS, ScriptEndedError, inside_torch
 
 
 @dataclass
@@ -121,8 +121,7 @@ class OuterExchange:
 
     def _serve(self) -> None:
         while (outer := self._inbox.get()) is not None:
-            # The script has ended: it does not wait for this step.
-            with contextlib.suppress(RuntimeError), inside_torch():
+            with contextlib.suppress(ScriptEndedError), inside_torch():
                 self.run(outer)
             # Else its memory would stay until the next one.
             del outer

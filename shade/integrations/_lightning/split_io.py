@@ -15,12 +15,7 @@ from shade.integrations._lightning.snapshot_io import SnapshotIO, step_at
 
 
 class SplitSnapshotIO(SnapshotIO):
-    """Saves on every rank, and loads in place, onto any other mesh, too.
-
-    Args:
-        strategy: Its ``save_checkpoint`` and ``load_checkpoint`` are replaced.
-        checkpointer: With ``keep="all"``, and nothing attached.
-    """
+    """Saves on every rank, and loads in place, onto any other mesh, too; nothing is attached to its checkpointer yet."""
 
     def __init__(self, strategy: ModelParallelStrategy, checkpointer: Checkpointer) -> None:
         super().__init__(checkpointer)

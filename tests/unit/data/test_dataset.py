@@ -691,9 +691,10 @@ def possessions() -> tuple[int, int, set[int], set[str]]:
     """Open files, threads, child processes, and segments of shared memory."""
     gc.collect()
     segments = [entry.name for entry in os.scandir("/dev/shm") if entry.is_file()]
-    ours = {os.getpid()} | child_processes()
+    children = child_processes()
+    ours = {os.getpid(), *children}
     shared = {name for name in segments if name.startswith(("torch", "shade", "psm")) and not is_of_another(name, ours)}
-    return psutil.Process().num_fds(), threading.active_count(), child_processes(), shared
+    return psutil.Process().num_fds(), threading.active_count(), children, shared
 
 
 def is_of_another(segment: str, ours: set[int]) -> bool:

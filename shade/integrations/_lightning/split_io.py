@@ -15,7 +15,7 @@ from shade.integrations._lightning.snapshot_io import SnapshotIO, step_at
 
 
 class SplitSnapshotIO(SnapshotIO):
-    """Saves on every rank, and loads in place, onto any other mesh, too; nothing is attached to its checkpointer yet."""
+    """Saves on every rank, and loads in place, onto any other mesh, too; to its checkpointer nothing is attached."""
 
     def __init__(self, strategy: ModelParallelStrategy, checkpointer: Checkpointer) -> None:
         super().__init__(checkpointer)
